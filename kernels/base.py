@@ -1,0 +1,284 @@
+"""The Backend protocol: what a model family may ask of a compute backend.
+
+A family is written once against these blocks. Decode makes at most three block calls per layer
+(attention, route, experts); the same calls serve prefill with more rows. Shapes use T for the
+rows of one call, H for hidden_size, E for num_experts, K for num_experts_per_tok.
+
+This module imports nothing but the standard library, so planning needs no array library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+Array = Any
+"""A backend's own array type: numpy.ndarray for native and reference, mx.array for mlx."""
+
+Layout = Literal["il16", "row"]
+
+
+class BackendUnavailableError(RuntimeError):
+    """A backend cannot run on this machine; the message says why and what to install."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """How the numbers of one tensor are stored.
+
+    ``affine``: integer codes of ``bits`` with one scale and one bias per ``group_size`` inputs,
+    ``w = scale * code + bias``, scale and bias stored as ``dtype``.
+    ``dense``: plain numbers of ``dtype`` (bits and group_size are 0).
+    """
+
+    kind: Literal["affine", "dense"]
+    dtype: Literal["bf16", "f16", "f32"]
+    bits: int = 0
+    group_size: int = 0
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A tensor in memory: logical shape, format, layout and its raw bytes (a uint8 view)."""
+
+    shape: tuple[int, ...]
+    format: Format
+    layout: Layout
+    data: NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One expert matrix inside a record: byte range and logical shape (out, in)."""
+
+    offset: int
+    nbytes: int
+    shape: tuple[int, int]
+    format: Format
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Softmax attention with grouped KV heads and rotary positions (half-split pairs)."""
+
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    inv_freq: tuple[float, ...]
+    """Rotary frequencies, float32-representable, length rotary_dim / 2."""
+
+
+@dataclass(frozen=True)
+class RouterSpec:
+    """Softmax router over E experts behind a post-attention RMS norm."""
+
+    hidden_size: int
+    num_experts: int
+    num_experts_per_tok: int
+    norm_topk_prob: bool
+    rms_norm_eps: float
+
+
+@dataclass(frozen=True)
+class ExpertsSpec:
+    """Routed SwiGLU experts in slots, with an optional (gated) shared expert in memory."""
+
+    hidden_size: int
+    moe_intermediate_size: int
+    num_experts: int
+    num_experts_per_tok: int
+    shared_expert_intermediate_size: int
+    layout: Layout
+    segments: Mapping[str, Segment]
+    """gate_proj, up_proj, down_proj of one expert record."""
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """Final RMS norm and the projection to the vocabulary."""
+
+    hidden_size: int
+    vocab_size: int
+    rms_norm_eps: float
+
+
+@dataclass(frozen=True)
+class KVSpec:
+    """One layer's key/value cache: positions are rounded up to ``kv_align`` of the backend."""
+
+    num_key_value_heads: int
+    head_dim: int
+    context: int
+
+
+@dataclass(frozen=True)
+class WorkspaceSpec:
+    """The largest call a backend will see; it sizes every scratch buffer from this."""
+
+    max_tokens: int
+    context: int
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    moe_intermediate_size: int
+    shared_expert_intermediate_size: int
+    num_experts: int
+    num_experts_per_tok: int
+    vocab_size: int
+    max_logit_rows: int
+    threads: int
+
+
+@dataclass
+class Routing:
+    """What the router decided for T rows.
+
+    experts: int32 [T, K], ascending per row. weights: float32 [T, K], the mixing weights in that
+    order. normed: [T, H], the experts' input. guess: expert ids of the next MoE layer, best first
+    (int32, for T = 1 by router logit; for T > 1 by how many rows chose them), empty when not asked.
+    """
+
+    experts: NDArray[np.int32]
+    weights: Array
+    normed: Array
+    guess: NDArray[np.int32]
+
+
+class KVCache(Protocol):
+    """One layer's keys and values for one sequence. Positions >= length are garbage."""
+
+    nbytes: int
+
+
+class AttentionBlock(Protocol):
+    """x + o_proj(attention(rope(qkv(rms_norm(x)))))."""
+
+    def __call__(self, x: Array, cache: KVCache, start: int) -> Array:
+        """x: [T, H] residual stream at absolute positions start..start+T-1, which are written to
+        the cache. Returns the new residual stream; x's memory may be reused."""
+
+
+class RouterBlock(Protocol):
+    """Post-attention norm, router, top-k; optionally the guess for the next MoE layer."""
+
+    def __call__(self, x: Array, candidates: int) -> Routing:
+        """x: [T, H] after attention. candidates: how many experts to guess for T = 1 (0: none)."""
+
+
+class ExpertsBlock(Protocol):
+    """Routed experts from slots plus the shared expert, added to the residual stream.
+
+    The sum over a row's experts runs in ascending expert id from zero, then the shared expert,
+    then the residual, so neither arrival order nor call splitting can change a bit.
+    """
+
+    def __call__(
+        self, x: Array, routing: Routing, experts: NDArray[np.int32], slots: NDArray[np.int32]
+    ) -> Array:
+        """Everything at once: ``experts`` are the distinct chosen ids (ascending) and ``slots``
+        where each lies. Returns the new residual stream [T, H]."""
+
+    def begin(self, x: Array, routing: Routing) -> None:
+        """Start a call whose experts arrive over time; computes the shared expert."""
+
+    def add(self, experts: NDArray[np.int32], slots: NDArray[np.int32]) -> None:
+        """Compute these experts now. Any order when T <= ``unordered_rows``; otherwise each call's
+        ids are ascending and above those of the calls before."""
+
+    def finish(self) -> Array:
+        """Sum, add to the residual stream and return it. All chosen experts must have been added."""
+
+    unordered_rows: int
+
+
+class EmbeddingBlock(Protocol):
+    """Token id to row of the embedding table."""
+
+    row_nbytes: int
+    """Bytes that hold one id's row and start at ``row_offset(id)`` of the stored table."""
+
+    def row_offset(self, token_id: int) -> int:
+        """Byte offset in the stored table of the range that holds this id's row."""
+
+    def __call__(self, ids: NDArray[np.int32]) -> Array:
+        """ids [T] to [T, H], from the table in memory."""
+
+    def from_rows(self, ids: NDArray[np.int32], rows: NDArray[np.uint8]) -> Array:
+        """The same from ranges read from disk: rows is [T, row_nbytes]."""
+
+
+class HeadBlock(Protocol):
+    """Final norm and logits."""
+
+    def __call__(self, x: Array) -> NDArray[np.float32]:
+        """x [T, H], T <= max_logit_rows, to logits [T, vocab_size]; valid until the next call."""
+
+
+class SlotMemory(Protocol):
+    """Where experts lie: equal slots of ``stride`` bytes, addressed by number."""
+
+    num_slots: int
+    stride: int
+    base: int
+    """Address of slot 0."""
+
+
+class Backend(Protocol):
+    """A compute backend. Weights are bound at open; calls allocate nothing large."""
+
+    name: str
+    layouts: Sequence[Layout]
+    """Store layouts it can read, preferred first."""
+
+    def describe(self) -> str:
+        """One line for people: instruction set, threads, device."""
+
+    def workspace_nbytes(self, spec: WorkspaceSpec) -> int:
+        """Scratch bytes that ``open_workspace`` needs, the logits rows included."""
+
+    def kv_nbytes(self, spec: KVSpec) -> int:
+        """Bytes of one layer's cache."""
+
+    def open_workspace(self, spec: WorkspaceSpec, buffer: NDArray[np.uint8]) -> None:
+        """Bind the scratch memory. Must come before any block is made."""
+
+    def kv_cache(self, spec: KVSpec, buffer: NDArray[np.uint8]) -> KVCache:
+        """A cache over ``buffer`` (kv_nbytes, 64-byte aligned)."""
+
+    def bind_slots(self, slots: SlotMemory) -> None:
+        """Tell the backend where slots lie; must come before any experts block is made."""
+
+    def attention(self, spec: AttentionSpec, weights: Mapping[str, Weight]) -> AttentionBlock:
+        """weights: norm [H], q_proj, k_proj, v_proj, o_proj, optional q_bias, k_bias, v_bias."""
+
+    def router(
+        self,
+        spec: RouterSpec,
+        weights: Mapping[str, Weight],
+        next_spec: RouterSpec | None,
+        next_weights: Mapping[str, Weight] | None,
+    ) -> RouterBlock:
+        """weights: norm [H], gate (E, H). next_*: the following MoE layer's, for the guess."""
+
+    def experts(self, spec: ExpertsSpec, weights: Mapping[str, Weight]) -> ExpertsBlock:
+        """weights: optional shared expert: gate_proj, up_proj, down_proj, shared_expert_gate
+        (1, H; absent: ungated)."""
+
+    def embedding(
+        self, shape: tuple[int, int], fmt: Format, layout: Layout, table: Weight | None
+    ) -> EmbeddingBlock:
+        """table None: rows come from disk."""
+
+    def head(self, spec: HeadSpec, weights: Mapping[str, Weight]) -> HeadBlock:
+        """weights: norm [H], lm_head (vocab, H)."""
+
+    def close(self) -> None:
+        """Stop worker threads."""
