@@ -1,0 +1,47 @@
+"""Every error a user can meet: one sentence, and the exit code the command line returns."""
+
+from __future__ import annotations
+
+
+class AegisError(Exception):
+    """Base of all aegis errors; ``str(error)`` is one sentence for the user."""
+
+    exit_code = 1
+
+
+class UsageError(AegisError):
+    """The request itself is wrong: a flag, a size, a prompt that is too long."""
+
+    exit_code = 2
+
+
+class PlanError(AegisError):
+    """The memory plan does not fit the cap; the message names the smallest cap that would."""
+
+    exit_code = 3
+
+
+class CapExceededError(AegisError):
+    """The process was found above its cap and stopped."""
+
+    exit_code = 4
+
+
+class CheckpointError(AegisError):
+    """A source checkpoint is damaged, incomplete or not supported."""
+
+
+class StoreError(AegisError):
+    """A converted store is damaged, incomplete or of another version."""
+
+
+class ReadError(AegisError):
+    """Reading expert or embedding data failed while running."""
+
+
+class TokenizerError(AegisError):
+    """Tokenizer or chat template files are missing, damaged or refuse the input."""
+
+
+class BackendError(AegisError):
+    """No compute backend can serve the request; the message says why."""
