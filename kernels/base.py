@@ -135,6 +135,8 @@ class WorkspaceSpec:
     vocab_size: int
     max_logit_rows: int
     threads: int
+    num_resident_weights: int = 0
+    """Elements of all resident 2-D weights, for backends that keep a widened copy."""
 
 
 @dataclass

@@ -1,0 +1,75 @@
+"""Softmax attention in plain numpy: one query row at a time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from aegis.kernels.reference.linear import F32, linear, rms_norm, widen
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from aegis.kernels.base import AttentionSpec, KVCache, KVSpec, Weight
+
+
+class ReferenceKVCache:
+    """keys and values [kv_heads, context, head_dim] float32 over a caller's buffer."""
+
+    def __init__(self, spec: KVSpec, buffer: NDArray[np.uint8]) -> None:
+        shape = (2, spec.num_key_value_heads, spec.context, spec.head_dim)
+        self.nbytes = 4 * int(np.prod(shape))
+        self.keys, self.values = buffer[: self.nbytes].view(F32).reshape(shape)
+
+
+def rotary(
+    x: NDArray[np.float32], positions: NDArray[np.int64], inv_freq: NDArray[np.float32]
+) -> NDArray[np.float32]:
+    """Rotate the pairs (i, i + n) of the first 2n channels. x: [T, heads, head_dim]."""
+    angle = (positions.astype(F32)[:, None] * inv_freq)[:, None, :]
+    cos, sin = np.cos(angle), np.sin(angle)
+    n = len(inv_freq)
+    low, high = x[..., :n], x[..., n : 2 * n]
+    turned = [low * cos - high * sin, high * cos + low * sin, x[..., 2 * n :]]
+    return np.concatenate(turned, axis=-1).astype(F32, copy=False)
+
+
+class ReferenceAttention:
+    """AttentionBlock in numpy."""
+
+    def __init__(self, spec: AttentionSpec, weights: Mapping[str, Weight]) -> None:
+        self._spec = spec
+        self._weights = {name: widen(weight) for name, weight in weights.items()}
+        self._inv_freq = np.array(spec.inv_freq, F32)
+
+    def _project(
+        self, normed: NDArray[np.float32], positions: NDArray[np.int64], name: str, heads: int
+    ) -> NDArray[np.float32]:
+        bias = self._weights.get(f"{name}_bias")
+        out = linear(normed, positions, self._weights[f"{name}_proj"], bias)
+        return out.reshape(len(normed), heads, self._spec.head_dim)
+
+    def __call__(self, x: NDArray[np.float32], cache: KVCache, start: int) -> NDArray[np.float32]:
+        """x [T, H] at positions start.. to x + attention, keys and values appended."""
+        spec, kv = self._spec, cast(ReferenceKVCache, cache)
+        positions = np.arange(start, start + len(x))
+        normed = rms_norm(x, self._weights["norm"], spec.rms_norm_eps)
+        q = self._project(normed, positions, "q", spec.num_attention_heads)
+        k = self._project(normed, positions, "k", spec.num_key_value_heads)
+        v = self._project(normed, positions, "v", spec.num_key_value_heads)
+        q = rotary(q, positions, self._inv_freq)
+        kv.keys[:, positions] = rotary(k, positions, self._inv_freq).transpose(1, 0, 2)
+        kv.values[:, positions] = v.transpose(1, 0, 2)
+        group = spec.num_attention_heads // spec.num_key_value_heads
+        out = np.empty((len(x), spec.num_attention_heads * spec.head_dim), F32)
+        for row, position in enumerate(positions):
+            keys, values = kv.keys[:, : position + 1], kv.values[:, : position + 1]
+            grouped = q[row].reshape(spec.num_key_value_heads, group, spec.head_dim)
+            scores = grouped @ keys.transpose(0, 2, 1) * F32(spec.head_dim**-0.5)
+            scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
+            mixed = scores / scores.sum(axis=-1, keepdims=True) @ values
+            out[row] = mixed.reshape(-1)
+        return x + linear(out, positions, self._weights["o_proj"])

@@ -1,0 +1,152 @@
+"""The reference backend: numpy, slow, obvious; the truth that tests compare others with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from aegis.kernels import formats
+from aegis.kernels.base import Weight
+from aegis.kernels.reference import sizes
+from aegis.kernels.reference.attention import ReferenceAttention, ReferenceKVCache
+from aegis.kernels.reference.linear import F32, linear, rms_norm, widen
+from aegis.kernels.reference.moe import Clock, ReferenceExperts, ReferenceRouter
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from aegis.kernels.base import (
+        AttentionSpec,
+        ExpertsSpec,
+        Format,
+        HeadSpec,
+        KVCache,
+        KVSpec,
+        Layout,
+        RouterSpec,
+        SlotMemory,
+        WorkspaceSpec,
+    )
+
+
+class _Attention(ReferenceAttention):
+    """Attention that also tells the other blocks where the rows are."""
+
+    def __init__(self, spec: AttentionSpec, weights: Mapping[str, Weight], clock: Clock) -> None:
+        super().__init__(spec, weights)
+        self._clock = clock
+
+    def __call__(self, x: NDArray[np.float32], cache: KVCache, start: int) -> NDArray[np.float32]:
+        self._clock.start = start
+        return super().__call__(x, cache, start)
+
+
+class ReferenceEmbedding:
+    """EmbeddingBlock in numpy."""
+
+    def __init__(
+        self, shape: tuple[int, int], fmt: Format, layout: Layout, table: Weight | None
+    ) -> None:
+        self._shape, self._format, self._layout = shape, fmt, layout
+        self._table = None if table is None else widen(table)
+        self._block_rows = 16 if layout == "il16" else 1
+        self.row_nbytes = formats.nbytes((self._block_rows, shape[1]), fmt, layout)
+
+    def row_offset(self, token_id: int) -> int:
+        """Start of the row block that holds this id."""
+        return token_id // self._block_rows * self.row_nbytes
+
+    def __call__(self, ids: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Rows of the table in memory."""
+        assert self._table is not None, "the table is on disk: use from_rows"
+        return self._table[ids]
+
+    def from_rows(self, ids: NDArray[np.int32], rows: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """Rows of blocks read from disk, uint8 [T, row_nbytes]."""
+        shape = (self._block_rows, self._shape[1])
+        blocks = (widen(Weight(shape, self._format, self._layout, row)) for row in rows)
+        picked = zip(ids.tolist(), blocks, strict=True)
+        return np.array([block[i % self._block_rows] for i, block in picked], F32)
+
+
+class ReferenceHead:
+    """HeadBlock in numpy."""
+
+    def __init__(self, spec: HeadSpec, weights: Mapping[str, Weight], clock: Clock) -> None:
+        self._spec, self._clock = spec, clock
+        self._norm, self._head = widen(weights["norm"]), widen(weights["lm_head"])
+
+    def __call__(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
+        """x [T, H] to logits [T, vocab_size]; every row alone, so grouping can't matter."""
+        normed = rms_norm(x, self._norm, self._spec.rms_norm_eps)
+        at = np.zeros(1, np.int64)
+        return np.concatenate([linear(row[None], at, self._head) for row in normed])
+
+
+class ReferenceBackend:
+    """Backend protocol on numpy."""
+
+    name = "reference"
+    layouts: tuple[Layout, ...] = ("il16", "row")
+
+    def __init__(self, threads: int | None = None) -> None:
+        self._clock = Clock()
+        self._slots: SlotMemory | None = None
+
+    def describe(self) -> str:
+        """One line for people."""
+        return f"reference (numpy {np.__version__}, for checking, slow)"
+
+    def workspace_nbytes(self, spec: WorkspaceSpec) -> int:
+        """Temporaries and the widened resident weights; numpy allocates them itself."""
+        return sizes.workspace_nbytes(spec)
+
+    def kv_nbytes(self, spec: KVSpec) -> int:
+        """Bytes of one layer's cache."""
+        return sizes.kv_nbytes(spec)
+
+    def open_workspace(self, spec: WorkspaceSpec, buffer: NDArray[np.uint8]) -> None:
+        """Nothing to bind: temporaries are numpy's own."""
+
+    def kv_cache(self, spec: KVSpec, buffer: NDArray[np.uint8]) -> ReferenceKVCache:
+        """A cache over ``buffer``."""
+        return ReferenceKVCache(spec, buffer)
+
+    def bind_slots(self, slots: SlotMemory) -> None:
+        """Remember where slots lie."""
+        self._slots = slots
+
+    def attention(self, spec: AttentionSpec, weights: Mapping[str, Weight]) -> ReferenceAttention:
+        """An attention block."""
+        return _Attention(spec, weights, self._clock)
+
+    def router(
+        self,
+        spec: RouterSpec,
+        weights: Mapping[str, Weight],
+        next_spec: RouterSpec | None,
+        next_weights: Mapping[str, Weight] | None,
+    ) -> ReferenceRouter:
+        """A router block."""
+        return ReferenceRouter(spec, weights, next_spec, next_weights, self._clock)
+
+    def experts(self, spec: ExpertsSpec, weights: Mapping[str, Weight]) -> ReferenceExperts:
+        """An experts block over the bound slots."""
+        assert self._slots is not None, "bind_slots comes first"
+        return ReferenceExperts(spec, weights, self._slots, self._clock)
+
+    def embedding(
+        self, shape: tuple[int, int], fmt: Format, layout: Layout, table: Weight | None
+    ) -> ReferenceEmbedding:
+        """An embedding block."""
+        return ReferenceEmbedding(shape, fmt, layout, table)
+
+    def head(self, spec: HeadSpec, weights: Mapping[str, Weight]) -> ReferenceHead:
+        """A head block."""
+        return ReferenceHead(spec, weights, self._clock)
+
+    def close(self) -> None:
+        """Nothing runs in the background."""

@@ -1,0 +1,27 @@
+"""Byte counts of the reference backend (standard library only, for planning)."""
+
+from __future__ import annotations
+
+from aegis.kernels.base import KVSpec, WorkspaceSpec
+
+TILE = 16
+"""Rows of one matrix product; every product has exactly this many (see linear.py)."""
+
+_F32 = 4
+
+
+def kv_nbytes(spec: KVSpec) -> int:
+    """Keys and values of one layer, float32, [2, kv_heads, context, head_dim]."""
+    return 2 * spec.num_key_value_heads * spec.context * spec.head_dim * _F32
+
+
+def workspace_nbytes(spec: WorkspaceSpec) -> int:
+    """The widened copy of the resident weights and the largest temporaries of one call."""
+    q_dim = spec.num_attention_heads * spec.head_dim
+    inner = max(spec.moe_intermediate_size, spec.shared_expert_intermediate_size)
+    rows = spec.max_tokens + 2 * TILE
+    activations = rows * (8 * spec.hidden_size + 4 * q_dim + 4 * inner + 4 * spec.num_experts)
+    scores = 4 * spec.num_attention_heads * spec.context
+    expert = 12 * spec.hidden_size * spec.moe_intermediate_size
+    logits = (2 * spec.max_logit_rows + 2 * TILE) * spec.vocab_size
+    return (spec.num_resident_weights + activations + scores + expert + logits) * _F32
