@@ -1,0 +1,104 @@
+"""What every family offers to planning, conversion and the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from aegis.checkpoint.config import ModelConfig
+    from aegis.convert.names import TensorMap
+    from aegis.kernels.base import (
+        AttentionBlock,
+        Backend,
+        EmbeddingBlock,
+        ExpertsBlock,
+        HeadBlock,
+        KVCache,
+        KVSpec,
+        Layout,
+        RouterBlock,
+        Segment,
+        Weight,
+    )
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes that planning needs, in Hugging Face's names."""
+
+    hidden_size: int
+    vocab_size: int
+    num_hidden_layers: int
+    moe_layers: tuple[int, ...]
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    shared_expert_intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+
+    def kv_specs(self, context: int) -> list[KVSpec]:
+        """The key/value cache of every layer that keeps one."""
+        from aegis.kernels.base import KVSpec
+
+        return [KVSpec(self.num_key_value_heads, self.head_dim, context)] * self.num_hidden_layers
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """One layer: attention over its cache, then routed experts."""
+
+    attention: AttentionBlock
+    cache: KVCache
+    router: RouterBlock
+    experts: ExpertsBlock
+    moe_index: int
+    """Index among the MoE layers: the first part of an expert key."""
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A whole model on one backend."""
+
+    embedding: EmbeddingBlock
+    layers: Sequence[DecoderLayer]
+    head: HeadBlock
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the engine hands a family to build its decoder from."""
+
+    backend: Backend
+    weights: Mapping[str, Weight]
+    """Resident tensors by store name; the embedding table is absent when it stays on disk."""
+    embedding: Weight | None
+    embedding_source: tuple[tuple[int, int], Any, Layout]
+    """Shape, format and layout of the table, wherever it lies."""
+    caches: Sequence[KVCache]
+    segments: Mapping[str, Segment]
+    layout: Layout
+
+
+class Family(Protocol):
+    """The interface of a module in aegis.models."""
+
+    def tensor_map(self, config: ModelConfig) -> TensorMap:
+        """Names and shapes of every tensor the checkpoint must hold."""
+
+    def shape(self, config: ModelConfig) -> ModelShape:
+        """Sizes for planning; refuses config keys that change the maths and aren't supported."""
+
+    def build(self, config: ModelConfig, parts: Parts) -> Decoder:
+        """The decoder over loaded weights."""
+
+
+def submodule(weights: Mapping[str, Weight], prefix: str, names: Mapping[str, str]) -> dict[str, Any]:
+    """Pick ``prefix + names[key]`` for every key whose tensor exists."""
+    picked = {key: weights.get(prefix + name) for key, name in names.items()}
+    return {key: weight for key, weight in picked.items() if weight is not None}
