@@ -1,0 +1,375 @@
+"""Quantised formats in numpy: the truth that every kernel is tested against.
+
+A checkpoint tensor ("MLX arrays") is either dense, an array of raw numbers, or affine, three
+arrays: code words uint32 [rows, in * bits / 32], and scales and biases [rows, in / 64]. Raw numbers
+of bf16 and f16 are uint16 arrays, those of f32 uint32 arrays, so that nothing is ever rounded by
+accident. ``pack`` turns these into the bytes of a stored tensor and ``unpack`` turns them back.
+
+Packing a range of rows that starts on a multiple of 16 gives exactly the bytes of those rows in
+layout il16, so large tensors can be packed in pieces.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aegis.kernels.base import Format, Layout, Weight
+from aegis.kernels.sizes import (
+    GROUP,
+    LANES,
+    RESIDENT_ALIGN,
+    FormatError,
+    block_nbytes,
+    dtype_nbytes,
+    nbytes,
+    row_parts,
+    stored_format,
+)
+
+__all__ = [
+    "MlxArrays",
+    "bf16_to_f32",
+    "block_nbytes",
+    "dequantize",
+    "dequantize_mlx",
+    "f32_to_bf16",
+    "nbytes",
+    "pack",
+    "pack_codes",
+    "raw_dtype",
+    "repack_codes",
+    "requantize_3bit",
+    "row_parts",
+    "stored_format",
+    "to_f32",
+    "unpack",
+    "unpack_codes",
+]
+
+U8 = NDArray[np.uint8]
+U32 = NDArray[np.uint32]
+F32 = NDArray[np.float32]
+Raw = NDArray[Any]
+"""Raw numbers: uint16 for bf16 and f16, uint32 for f32."""
+
+
+class MlxArrays(NamedTuple):
+    """One tensor as a checkpoint holds it; scales and biases are None for a dense one."""
+
+    weight: Raw
+    scales: Raw | None = None
+    biases: Raw | None = None
+
+
+def raw_dtype(fmt: Format) -> type[np.uint16] | type[np.uint32]:
+    """The numpy type of raw numbers of this format (of its scales, if affine)."""
+    return np.uint16 if dtype_nbytes(fmt) == 2 else np.uint32
+
+
+def bf16_to_f32(raw: Raw) -> F32:
+    """Widen bfloat16 bits to float32, exactly."""
+    return (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def f32_to_bf16(values: F32) -> NDArray[np.uint16]:
+    """Round float32 to bfloat16 bits, to nearest even; NaN stays NaN."""
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    return np.where(nan, (bits >> np.uint32(16)) | np.uint32(0x40), rounded).astype(np.uint16)
+
+
+def to_f32(raw: Raw, fmt: Format) -> F32:
+    """Widen raw numbers of ``fmt.dtype`` to float32, exactly."""
+    if fmt.dtype == "bf16":
+        return bf16_to_f32(raw)
+    if fmt.dtype == "f16":
+        return raw.view(np.float16).astype(np.float32)
+    return raw.view(np.float32)
+
+
+def from_f32(values: F32, fmt: Format) -> Raw:
+    """Round float32 to raw numbers of ``fmt.dtype``, to nearest even."""
+    if fmt.dtype == "bf16":
+        return f32_to_bf16(values)
+    if fmt.dtype == "f16":
+        return values.astype(np.float16).view(np.uint16)
+    return np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+
+
+def unpack_codes(words: U32, bits: int) -> U8:
+    """Code words [..., n] to codes [..., n * 32 / bits], first element in the lowest bits."""
+    data = np.ascontiguousarray(words).view(np.uint8)
+    if bits == 8:
+        return data.copy()
+    if bits in (2, 4):
+        return _split_bytes(data, bits)
+    return _split_stream(data, bits)
+
+
+def _split_bytes(data: U8, bits: int) -> U8:
+    """Codes of 2 or 4 bits, which never cross a byte."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    codes = (data[..., None] >> shifts) & np.uint8((1 << bits) - 1)
+    return codes.reshape(*data.shape[:-1], -1)
+
+
+def _split_stream(data: U8, bits: int) -> U8:
+    """Codes of 3, 5 or 6 bits: eight of them in every ``bits`` bytes, little endian."""
+    chunks = data.reshape(*data.shape[:-1], -1, bits).astype(np.uint64)
+    stream = np.zeros(chunks.shape[:-1], dtype=np.uint64)
+    for byte in range(bits):
+        stream |= chunks[..., byte] << np.uint64(8 * byte)
+    codes = np.empty((*stream.shape, 8), dtype=np.uint8)
+    for index in range(8):
+        codes[..., index] = (stream >> np.uint64(bits * index)) & np.uint64((1 << bits) - 1)
+    return codes.reshape(*data.shape[:-1], -1)
+
+
+def pack_codes(codes: U8, bits: int) -> U32:
+    """Codes [..., k] (k * bits a multiple of 32) to code words; the inverse of unpack_codes."""
+    lead = codes.shape[:-1]
+    if bits == 8:
+        return np.ascontiguousarray(codes).view(np.uint32)
+    if bits in (2, 4):
+        parts = codes.reshape(*lead, -1, 8 // bits)
+        data = np.zeros(parts.shape[:-1], dtype=np.uint8)
+        for index in range(8 // bits):
+            data |= parts[..., index] << np.uint8(bits * index)
+        return data.view(np.uint32)
+    eights = codes.reshape(*lead, -1, 8)
+    stream = np.zeros(eights.shape[:-1], dtype=np.uint64)
+    for index in range(8):
+        stream |= eights[..., index].astype(np.uint64) << np.uint64(bits * index)
+    data = np.empty((*stream.shape, bits), dtype=np.uint8)
+    for byte in range(bits):
+        data[..., byte] = (stream >> np.uint64(8 * byte)) & np.uint64(0xFF)
+    return data.reshape(*lead, -1).view(np.uint32)
+
+
+def repack_codes(words: U32, bits: int, new_bits: int) -> U32:
+    """The same codes in words of another width that can hold them."""
+    return words if bits == new_bits else pack_codes(unpack_codes(words, bits), new_bits)
+
+
+# Per 32 codes the checkpoint has 96 consecutive bits s0 s1 s2 and il16 has six 16-bit halves. Half
+# t holds bits 15t..15t+14 of the stream (five whole codes) and, on top, bit 90+t of the stream.
+
+
+def _stream_to_halves(words: U32) -> U32:
+    """3-bit code words [..., n * 3] from the checkpoint's order to il16's."""
+    stream = words.reshape(*words.shape[:-1], -1, 3)
+    s0, s1, s2 = stream[..., 0], stream[..., 1], stream[..., 2]
+    low = np.uint32(0x7FFF)
+    out = np.empty_like(stream)
+    out[..., 0] = (s0 & low) | ((s0 & np.uint32(0x3FFF8000)) << np.uint32(1))
+    out[..., 1] = (((s0 >> np.uint32(30)) | (s1 << np.uint32(2))) & low) | (
+        ((s1 >> np.uint32(13)) & low) << np.uint32(16)
+    )
+    out[..., 2] = (((s1 >> np.uint32(28)) | (s2 << np.uint32(4))) & low) | (
+        ((s2 >> np.uint32(11)) & low) << np.uint32(16)
+    )
+    spare = s2 >> np.uint32(26)
+    for word in range(3):
+        pair = spare >> np.uint32(2 * word)
+        out[..., word] |= ((pair & np.uint32(1)) << np.uint32(15)) | (pair >> 1 << np.uint32(31))
+    return out.reshape(words.shape)
+
+
+def _halves_to_stream(words: U32) -> U32:
+    """The inverse of _stream_to_halves."""
+    blocks = words.reshape(*words.shape[:-1], -1, 3)
+    low, one = np.uint32(0x7FFF), np.uint32(1)
+    half = [(blocks[..., t // 2] >> np.uint32(16 * (t % 2))) & low for t in range(6)]
+    spare = [(blocks[..., t // 2] >> np.uint32(16 * (t % 2) + 15)) & one for t in range(6)]
+    out = np.empty_like(blocks)
+    out[..., 0] = half[0] | (half[1] << np.uint32(15)) | (half[2] << np.uint32(30))
+    out[..., 1] = (
+        (half[2] >> np.uint32(2)) | (half[3] << np.uint32(13)) | (half[4] << np.uint32(28))
+    )
+    out[..., 2] = (half[4] >> np.uint32(4)) | (half[5] << np.uint32(11))
+    for t in range(6):
+        out[..., 2] |= spare[t] << np.uint32(26 + t)
+    return out.reshape(words.shape)
+
+
+def _interleave(rows: Raw, blocks: Raw) -> None:
+    """Write rows [n, groups * width] into block parts [ceil(n / 16), groups, width * 16]."""
+    groups = blocks.shape[1]
+    width = rows.shape[1] // groups
+    full = rows.shape[0] // LANES
+    lanes = blocks.reshape(blocks.shape[0], groups, width, LANES)
+    lanes[:full] = rows[: full * LANES].reshape(full, LANES, groups, width).transpose(0, 2, 3, 1)
+    rest = rows[full * LANES :]
+    if rest.shape[0]:
+        lanes[full, ..., rest.shape[0] :] = 0
+        lanes[full, ..., : rest.shape[0]] = rest.reshape(-1, groups, width).transpose(1, 2, 0)
+
+
+def _deinterleave(blocks: Raw, rows: int) -> Raw:
+    """The inverse of _interleave, without the padding rows."""
+    count, groups, _ = blocks.shape
+    lanes = blocks.reshape(count, groups, -1, LANES).transpose(0, 3, 1, 2)
+    return np.ascontiguousarray(lanes.reshape(count * LANES, -1)[:rows])
+
+
+def _block_parts(data: U8, groups: int, fmt: Format) -> tuple[Raw, ...]:
+    """Views of an il16 tensor: (numbers,) if dense, (code words, scales, biases) if affine; each
+    [row blocks, groups, items of one block]."""
+    blocks = data.reshape(-1, groups, block_nbytes(fmt))
+    if fmt.kind == "dense":
+        return (blocks.view(raw_dtype(fmt)),)
+    step = LANES * dtype_nbytes(fmt)
+    return (
+        blocks[..., 2 * step :].view(np.uint32),
+        blocks[..., :step].view(raw_dtype(fmt)),
+        blocks[..., step : 2 * step].view(raw_dtype(fmt)),
+    )
+
+
+def _shape_of(arrays: MlxArrays, fmt: Format) -> tuple[int, ...]:
+    shape = tuple(int(size) for size in arrays.weight.shape)
+    return shape if fmt.kind == "dense" else (shape[0], shape[1] * 32 // fmt.bits)
+
+
+def pack(
+    arrays: MlxArrays,
+    fmt: Format,
+    layout: Layout,
+    *,
+    align: int = RESIDENT_ALIGN,
+    out: U8 | None = None,
+) -> U8:
+    """The bytes of a stored tensor, written to ``out`` where given (exactly its size)."""
+    shape = _shape_of(arrays, fmt)
+    size = nbytes(shape, fmt, layout, align)
+    if out is None:
+        out = np.empty(size, dtype=np.uint8)
+    if out.shape != (size,):
+        raise FormatError(f"a tensor of {size} bytes cannot be packed into {out.size}")
+    if len(shape) == 1 or (layout == "row" and fmt.kind == "dense"):
+        out[:] = np.ascontiguousarray(arrays.weight).reshape(-1).view(np.uint8)
+    elif layout == "row":
+        _pack_row(arrays, shape, fmt, align, out)
+    else:
+        _pack_il16(arrays, shape, fmt, out)
+    return out
+
+
+def _params(arrays: MlxArrays) -> tuple[Raw, Raw]:
+    if arrays.scales is None or arrays.biases is None:
+        raise FormatError("a quantised weight needs scales and biases")
+    return arrays.scales, arrays.biases
+
+
+def _pack_row(arrays: MlxArrays, shape: tuple[int, ...], fmt: Format, align: int, out: U8) -> None:
+    parts = row_parts((shape[0], shape[1]), fmt, align)
+    offset = 0
+    starts = (0, parts.scales_offset, parts.biases_offset)
+    for start, array in zip(starts, (arrays.weight, *_params(arrays)), strict=True):
+        out[offset:start] = 0
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        out[start : start + data.size] = data
+        offset = start + data.size
+
+
+def _pack_il16(arrays: MlxArrays, shape: tuple[int, ...], fmt: Format, out: U8) -> None:
+    targets = _block_parts(out, shape[1] // GROUP, fmt)
+    if fmt.kind == "dense":
+        _interleave(arrays.weight, targets[0])
+        return
+    words = _stream_to_halves(arrays.weight) if fmt.bits == 3 else arrays.weight
+    for rows, target in zip((words, *_params(arrays)), targets, strict=True):
+        _interleave(rows, target)
+
+
+def unpack(weight: Weight, *, align: int = RESIDENT_ALIGN) -> MlxArrays:
+    """The checkpoint arrays of a stored tensor; the inverse of ``pack``."""
+    shape, fmt = weight.shape, weight.format
+    size = nbytes(shape, fmt, weight.layout, align)
+    if weight.data.size < size:
+        raise FormatError(f"a tensor of {size} bytes was given {weight.data.size}")
+    data = weight.data[:size]
+    if len(shape) == 1 or (weight.layout == "row" and fmt.kind == "dense"):
+        return MlxArrays(data.copy().view(raw_dtype(fmt)).reshape(shape))
+    if weight.layout == "row":
+        parts = row_parts((shape[0], shape[1]), fmt, align)
+        starts = (parts.scales_offset, parts.biases_offset)
+        params = [
+            data[s : s + parts.params_nbytes].copy().view(raw_dtype(fmt)).reshape(shape[0], -1)
+            for s in starts
+        ]
+        codes = data[: parts.codes_nbytes].copy().view(np.uint32).reshape(shape[0], -1)
+        return MlxArrays(codes, *params)
+    rows = [_deinterleave(p, shape[0]) for p in _block_parts(data, shape[1] // GROUP, fmt)]
+    if fmt.kind == "affine" and fmt.bits == 3:
+        rows[0] = _halves_to_stream(rows[0])
+    return MlxArrays(*rows)
+
+
+def dequantize(weight: Weight, *, align: int = RESIDENT_ALIGN) -> F32:
+    """The float32 values of a stored tensor."""
+    return dequantize_mlx(unpack(weight, align=align), weight.format)
+
+
+def dequantize_mlx(arrays: MlxArrays, fmt: Format) -> F32:
+    """The float32 values of checkpoint arrays: scale * code + bias, rounded once.
+
+    A bf16 or f16 scale times a code of at most 8 bits is exact in float32, so the sum is the only
+    rounding and equals a fused multiply-add. Scales of f32 go through float64, where the product
+    is exact too.
+    """
+    if fmt.kind == "dense":
+        return to_f32(arrays.weight, fmt)
+    scales, biases = (to_f32(raw, fmt)[..., None] for raw in _params(arrays))
+    codes = unpack_codes(arrays.weight, fmt.bits)
+    values = _affine(codes.reshape(*codes.shape[:-1], -1, fmt.group_size), scales, biases, fmt)
+    return values.reshape(codes.shape)
+
+
+def _affine(codes: U8, scales: F32, biases: F32, fmt: Format) -> F32:
+    """scale * code + bias in float32, rounded as dequantize_mlx says."""
+    if fmt.dtype == "f32":
+        return (scales.astype(np.float64) * codes + biases).astype(np.float32)
+    values = codes.astype(np.float32) * scales
+    values += biases
+    return values
+
+
+def requantize_3bit(arrays: MlxArrays, fmt: Format) -> tuple[MlxArrays, Format]:
+    """A 4-bit weight as 3-bit codes, by the rule of the checkpoint's own quantiser.
+
+    Per group: the edge (smallest or largest value) of larger magnitude is represented exactly,
+    and the scale is negative where that edge is the largest value. Scale and bias are rounded to
+    ``fmt.dtype`` after the codes are chosen.
+    """
+    if fmt.kind != "affine" or fmt.bits != 4:
+        raise FormatError("3-bit experts are derived from 4-bit weights")
+    scales, biases = (to_f32(raw, fmt) for raw in _params(arrays))
+    codes = unpack_codes(arrays.weight, 4)
+    grouped = codes.reshape(*scales.shape, fmt.group_size)
+    new_scale, new_bias, table = _edges_3bit(grouped, scales, biases, fmt)
+    new_codes = np.take_along_axis(table, grouped, axis=-1).reshape(codes.shape)
+    new_fmt = Format("affine", fmt.dtype, 3, fmt.group_size)
+    packed = pack_codes(new_codes, 3)
+    return MlxArrays(packed, from_f32(new_scale, fmt), from_f32(new_bias, fmt)), new_fmt
+
+
+def _edges_3bit(grouped: U8, scales: F32, biases: F32, fmt: Format) -> tuple[F32, F32, U8]:
+    """New scales and biases, and the new code of each of the 16 old codes, per group."""
+    first = _affine(grouped.min(axis=-1), scales, biases, fmt)
+    last = _affine(grouped.max(axis=-1), scales, biases, fmt)
+    low, high = np.minimum(first, last), np.maximum(first, last)
+    from_low = np.abs(low) > np.abs(high)
+    scale = np.maximum((high - low) / np.float32(7), np.float32(1e-7))
+    scale = np.where(from_low, scale, -scale)
+    edge = np.where(from_low, low, high)
+    steps = np.rint(edge / scale)
+    bias = np.where(steps == 0, np.float32(0), edge)
+    scale = np.where(steps == 0, scale, edge / np.where(steps == 0, np.float32(1), steps))
+    levels = _affine(np.arange(16, dtype=np.uint8), scales[..., None], biases[..., None], fmt)
+    table = np.rint((levels - bias[..., None]) / scale[..., None])
+    return scale, bias, np.clip(table, 0, 7).astype(np.uint8)

@@ -1,0 +1,120 @@
+"""Sizes of stored tensors, from shapes and formats alone (no array library needed).
+
+Two layouts hold the same numbers in the same number of bytes, apart from padding:
+
+``il16``  blocks of 16 output rows by 64 inputs, ordered [row block][group]; rows are padded to a
+          multiple of 16. A block of an affine weight is 16 scales, 16 biases and then its codes as
+          words of 16 lanes; a block of a dense weight is 64 x 16 numbers, [input][lane].
+``row``   the checkpoint's own packing: rows of codes, then scales, then biases, each part on a
+          boundary of ``align`` bytes.
+
+Vectors are plain numbers in both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from aegis.kernels.base import Format, Layout
+
+GROUP = 64
+"""Inputs of one il16 block."""
+
+LANES = 16
+"""Output rows of one il16 block."""
+
+IL16_BITS = (3, 4, 8)
+"""Code widths that il16 has words for."""
+
+ROW_BITS = (2, 3, 4, 5, 6, 8)
+"""Code widths that the checkpoint format knows."""
+
+RESIDENT_ALIGN = 64
+RECORD_ALIGN = 4096
+"""Alignment of the parts of a row-layout weight, in resident memory and in an expert record."""
+
+_DTYPE_NBYTES = {"bf16": 2, "f16": 2, "f32": 4}
+
+
+class FormatError(ValueError):
+    """A shape or format that cannot be stored; the message is one sentence."""
+
+
+@dataclass(frozen=True)
+class RowParts:
+    """Where the parts of a row-layout affine weight lie; sizes in bytes."""
+
+    codes_nbytes: int
+    scales_offset: int
+    biases_offset: int
+    params_nbytes: int
+    """Bytes of the scales, and of the biases."""
+    nbytes: int
+
+
+def align_up(value: int, alignment: int) -> int:
+    """The smallest multiple of ``alignment`` that is not below ``value``."""
+    return -(-value // alignment) * alignment
+
+
+def dtype_nbytes(fmt: Format) -> int:
+    """Bytes of one number (dense) or of one scale (affine)."""
+    return _DTYPE_NBYTES[fmt.dtype]
+
+
+def stored_format(fmt: Format, layout: Layout) -> Format:
+    """The format a checkpoint tensor is stored in: il16 widens 2-bit codes to 4 bits and 5- and
+    6-bit codes to 8, which changes no value."""
+    if fmt.kind == "dense" or layout == "row" or fmt.bits in IL16_BITS:
+        return fmt
+    return replace(fmt, bits=min(bits for bits in IL16_BITS if bits > fmt.bits and bits != 3))
+
+
+def check_format(shape: tuple[int, ...], fmt: Format, layout: Layout) -> None:
+    """Raise FormatError unless a tensor of this shape and format can be stored in ``layout``."""
+    if not shape or any(size <= 0 for size in shape):
+        raise FormatError(f"the shape {list(shape)} has no elements")
+    if fmt.kind == "affine":
+        allowed = IL16_BITS if layout == "il16" else ROW_BITS
+        if fmt.bits not in allowed:
+            raise FormatError(f"{fmt.bits}-bit codes are not supported in layout {layout}")
+        if fmt.group_size != GROUP:
+            raise FormatError(
+                f"quantisation groups of {fmt.group_size} are not supported, only of {GROUP}"
+            )
+        if len(shape) != 2:
+            raise FormatError(f"a quantised weight has 2 dimensions, not {len(shape)}")
+    if len(shape) > 2:
+        raise FormatError(f"a stored tensor has 1 or 2 dimensions, not {len(shape)}")
+    if len(shape) == 2 and shape[1] % GROUP and (layout == "il16" or fmt.kind == "affine"):
+        raise FormatError(f"{shape[1]} input features are not a multiple of {GROUP}")
+
+
+def block_nbytes(fmt: Format) -> int:
+    """Bytes of one il16 block of 16 rows by 64 inputs."""
+    if fmt.kind == "dense":
+        return GROUP * LANES * dtype_nbytes(fmt)
+    return 2 * LANES * dtype_nbytes(fmt) + LANES * GROUP * fmt.bits // 8
+
+
+def row_parts(shape: tuple[int, int], fmt: Format, align: int = RESIDENT_ALIGN) -> RowParts:
+    """The parts of an affine weight in layout ``row``."""
+    rows, cols = shape
+    codes = rows * cols * fmt.bits // 8
+    params = rows * (cols // fmt.group_size) * dtype_nbytes(fmt)
+    scales = align_up(codes, align)
+    biases = scales + align_up(params, align)
+    return RowParts(codes, scales, biases, params, biases + params)
+
+
+def nbytes(shape: tuple[int, ...], fmt: Format, layout: Layout, align: int = RESIDENT_ALIGN) -> int:
+    """Bytes of a stored tensor. ``align`` is that of the parts of a row-layout affine weight."""
+    check_format(shape, fmt, layout)
+    if len(shape) == 1:
+        return shape[0] * dtype_nbytes(fmt)
+    rows, cols = shape
+    if layout == "il16":
+        return align_up(rows, LANES) // LANES * (cols // GROUP) * block_nbytes(fmt)
+    if fmt.kind == "dense":
+        return rows * cols * dtype_nbytes(fmt)
+    return row_parts((rows, cols), fmt, align).nbytes

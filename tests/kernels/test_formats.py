@@ -1,0 +1,227 @@
+"""Stored formats: lossless both ways, and the definitions that kernels rely on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aegis.kernels import formats
+from aegis.kernels.base import Format, Layout, Weight
+from aegis.kernels.formats import MlxArrays
+from aegis.kernels.sizes import FormatError, block_nbytes, nbytes, row_parts, stored_format
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+
+
+def random_arrays(seed: int, shape: tuple[int, ...], fmt: Format) -> MlxArrays:
+    rng = np.random.default_rng(seed)
+    raw = formats.raw_dtype(fmt)
+    top = np.iinfo(raw).max
+
+    def numbers(size: tuple[int, ...]) -> formats.Raw:
+        return rng.integers(0, top, size, dtype=raw, endpoint=True)
+
+    if fmt.kind == "dense":
+        return MlxArrays(numbers(shape))
+    rows, cols = shape
+    words = rng.integers(0, 2**32, (rows, cols * fmt.bits // 32), dtype=np.uint32)
+    params = (rows, cols // fmt.group_size)
+    return MlxArrays(words, numbers(params), numbers(params))
+
+
+dtypes = st.sampled_from(["bf16", "f16", "f32"])
+affine = st.builds(
+    lambda dtype, bits: Format("affine", dtype, bits, 64), dtypes, st.sampled_from([3, 4, 8])
+)
+dense = st.builds(lambda dtype: Format("dense", dtype), dtypes)
+matrices = st.tuples(st.integers(1, 70), st.integers(1, 4).map(lambda n: 64 * n))
+layouts = st.sampled_from(["il16", "row"])
+seeds = st.integers(0, 2**32 - 1)
+
+
+@given(seeds, matrices, affine | dense, layouts, st.sampled_from([64, 4096]))
+def test_packing_loses_nothing_in_either_layout(
+    seed: int, shape: tuple[int, int], fmt: Format, layout: Layout, align: int
+) -> None:
+    arrays = random_arrays(seed, shape, fmt)
+    data = formats.pack(arrays, fmt, layout, align=align)
+    assert data.size == nbytes(shape, fmt, layout, align)
+    back = formats.unpack(Weight(shape, fmt, layout, data), align=align)
+    for before, after in zip(arrays, back, strict=True):
+        assert (before is None and after is None) or np.array_equal(before, after)
+
+
+@given(seeds, matrices, affine | dense)
+def test_both_layouts_dequantise_to_the_same_values(
+    seed: int, shape: tuple[int, int], fmt: Format
+) -> None:
+    arrays = random_arrays(seed, shape, fmt)
+    with np.errstate(all="ignore"):
+        values = [
+            formats.dequantize(Weight(shape, fmt, layout, formats.pack(arrays, fmt, layout)))
+            for layout in ("il16", "row")
+        ]
+    assert np.array_equal(values[0].view(np.uint32), values[1].view(np.uint32))
+
+
+@given(seeds, matrices, affine | dense, st.integers(0, 4))
+def test_packing_in_pieces_of_whole_row_blocks_gives_the_same_bytes(
+    seed: int, shape: tuple[int, int], fmt: Format, blocks: int
+) -> None:
+    arrays = random_arrays(seed, shape, fmt)
+    cut = 16 * blocks
+    whole = formats.pack(arrays, fmt, "il16")
+    pieces = [
+        formats.pack(MlxArrays(*(a if a is None else a[rows] for a in arrays)), fmt, "il16")
+        for rows in (slice(0, cut), slice(cut, None))
+        if len(arrays.weight[rows])
+    ]
+    assert np.array_equal(whole, np.concatenate(pieces))
+
+
+@given(seeds, st.integers(1, 40), dense)
+def test_vectors_are_plain_numbers_in_both_layouts(seed: int, size: int, fmt: Format) -> None:
+    arrays = random_arrays(seed, (size,), fmt)
+    for layout in ("il16", "row"):
+        data = formats.pack(arrays, fmt, layout)
+        assert data.tobytes() == arrays.weight.tobytes()
+
+
+@given(seeds, st.sampled_from([2, 3, 4, 5, 6, 8]), st.integers(1, 5), st.integers(1, 3))
+def test_code_words_are_one_little_endian_bit_stream_per_row(
+    seed: int, bits: int, rows: int, groups: int
+) -> None:
+    codes = np.random.default_rng(seed).integers(0, 1 << bits, (rows, 64 * groups), dtype=np.uint8)
+    words = formats.pack_codes(codes, bits)
+    assert words.shape == (rows, groups * 2 * bits)
+    for row, row_codes in zip(words, codes, strict=True):
+        number = sum(int(code) << (bits * k) for k, code in enumerate(row_codes))
+        assert int.from_bytes(row.tobytes(), "little") == number
+    assert np.array_equal(formats.unpack_codes(words, bits), codes)
+
+
+@given(seeds, st.sampled_from([(2, 4), (3, 4), (3, 8), (5, 8), (6, 8)]))
+def test_widening_codes_changes_no_code(seed: int, widths: tuple[int, int]) -> None:
+    codes = np.random.default_rng(seed).integers(0, 1 << widths[0], (3, 64), dtype=np.uint8)
+    words = formats.repack_codes(formats.pack_codes(codes, widths[0]), *widths)
+    assert np.array_equal(formats.unpack_codes(words, widths[1]), codes)
+
+
+def test_il16_block_places_every_code_where_the_definition_says() -> None:
+    rng = np.random.default_rng(1)
+    for bits, words in ((3, 6), (4, 8), (8, 16)):
+        codes = rng.integers(0, 1 << bits, (32, 128), dtype=np.uint8)
+        scales = rng.integers(0, 2**16, (32, 2), dtype=np.uint16)
+        biases = rng.integers(0, 2**16, (32, 2), dtype=np.uint16)
+        fmt = Format("affine", "bf16", bits, 64)
+        data = formats.pack(MlxArrays(formats.pack_codes(codes, bits), scales, biases), fmt, "il16")
+        assert block_nbytes(fmt) == 64 + words * 64
+        for row, group in ((0, 0), (17, 1), (31, 0)):
+            start = (row // 16 * 2 + group) * block_nbytes(fmt)
+            block = data[start : start + block_nbytes(fmt)]
+            lane = row % 16
+            assert block[:32].view(np.uint16)[lane] == scales[row, group]
+            assert block[32:64].view(np.uint16)[lane] == biases[row, group]
+            lane_words = block[64:].view(np.uint32).reshape(words, 16)[:, lane]
+            expected = codes[row, 64 * group : 64 * group + 64].tolist()
+            assert codes_of_words([int(w) for w in lane_words], bits) == expected
+
+
+def codes_of_words(words: list[int], bits: int) -> list[int]:
+    """The 64 codes of one lane, written out from the definition of the layout."""
+    if bits != 3:
+        per_word = 32 // bits
+        mask = (1 << bits) - 1
+        return [(words[k // per_word] >> (bits * (k % per_word))) & mask for k in range(64)]
+    codes = []
+    for half in (words[:3], words[3:]):
+        for word in half:
+            for u in (0, 1):
+                codes += [(word >> (16 * u + 3 * i)) & 7 for i in range(5)]
+        spare = [(word >> (16 * u + 15)) & 1 for word in half for u in (0, 1)]
+        codes += [sum(bit << i for i, bit in enumerate(spare[s : s + 3])) for s in (0, 3)]
+    return codes
+
+
+def test_dequantised_value_is_scale_times_code_plus_bias() -> None:
+    codes = np.arange(64, dtype=np.uint8)[None] % 16
+    scale, bias = np.float32([[-0.125]]), np.float32([[0.75]])
+    arrays = MlxArrays(
+        formats.pack_codes(codes, 4), formats.f32_to_bf16(scale), formats.f32_to_bf16(bias)
+    )
+    fmt = Format("affine", "bf16", 4, 64)
+    values = formats.dequantize(Weight((1, 64), fmt, "il16", formats.pack(arrays, fmt, "il16")))
+    assert np.array_equal(values, codes * scale + bias)
+
+
+@given(st.floats(width=32))
+def test_bf16_rounds_to_nearest_even_and_widens_exactly(value: float) -> None:
+    raw = formats.f32_to_bf16(np.float32([value]))
+    back = float(formats.bf16_to_f32(raw)[0])
+    if np.isnan(value):
+        assert np.isnan(back)
+        return
+    bits = int(np.float32(value).view(np.uint32))
+    floor = bits & 0xFFFF0000
+    up = floor + 0x10000
+    rest = bits - floor
+    nearest = floor if rest < 0x8000 or (rest == 0x8000 and not floor >> 16 & 1) else up
+    assert int(raw[0]) == nearest >> 16
+    assert formats.f32_to_bf16(formats.bf16_to_f32(raw))[0] == raw[0]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
+def test_3bit_codes_are_those_of_the_checkpoint_quantiser(dtype: Any) -> None:
+    golden = np.load(GOLDENS / "requantize_3bit.npz")
+    fmt = Format("affine", dtype, 4, 64)
+    four = MlxArrays(*(golden[f"{dtype}_{part}4"] for part in "wsb"))
+    three, new_fmt = formats.requantize_3bit(four, fmt)
+    assert new_fmt == Format("affine", dtype, 3, 64)
+    for part, array in zip("wsb", three, strict=True):
+        assert np.array_equal(array, golden[f"{dtype}_{part}3"]), part
+
+
+def test_3bit_takes_seven_ninths_of_the_bytes_of_4bit() -> None:
+    four, three = (nbytes((64, 576), Format("affine", "bf16", b, 64), "il16") for b in (4, 3))
+    assert three * 9 == four * 7
+
+
+def test_row_parts_are_aligned_and_do_not_overlap() -> None:
+    for align in (64, 4096):
+        parts = row_parts((24, 192), Format("affine", "bf16", 3, 64), align)
+        assert parts.scales_offset % align == parts.biases_offset % align == 0
+        assert parts.codes_nbytes <= parts.scales_offset
+        assert parts.scales_offset + parts.params_nbytes <= parts.biases_offset
+        assert parts.nbytes == parts.biases_offset + parts.params_nbytes
+
+
+@pytest.mark.parametrize(
+    ("shape", "fmt", "words"),
+    [
+        ((16, 100), Format("affine", "bf16", 4, 64), "multiple of 64"),
+        ((16, 64), Format("affine", "bf16", 7, 64), "7-bit"),
+        ((16, 64), Format("affine", "bf16", 4, 32), "groups of 32"),
+        ((16,), Format("affine", "bf16", 4, 64), "2 dimensions"),
+        ((2, 16, 64), Format("dense", "bf16"), "1 or 2 dimensions"),
+        ((0, 64), Format("dense", "bf16"), "no elements"),
+    ],
+)
+def test_what_cannot_be_stored_is_refused_with_a_sentence(
+    shape: tuple[int, ...], fmt: Format, words: str
+) -> None:
+    with pytest.raises(FormatError, match=words):
+        nbytes(shape, fmt, "il16")
+
+
+def test_il16_widens_odd_code_widths_to_the_next_it_has_words_for() -> None:
+    widened = {
+        bits: stored_format(Format("affine", "bf16", bits, 64), "il16").bits
+        for bits in (2, 3, 4, 5, 6, 8)
+    }
+    assert widened == {2: 4, 3: 3, 4: 4, 5: 8, 6: 8, 8: 8}
+    assert stored_format(Format("affine", "bf16", 6, 64), "row").bits == 6
