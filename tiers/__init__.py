@@ -1,0 +1,34 @@
+"""Expert tiers: a fixed pool of slots in memory over expert files on an SSD."""
+
+from aegis.tiers.arena import Arena
+from aegis.tiers.errors import ArenaError, ExpertFileError, ReadError, SlotError, TiersError
+from aegis.tiers.facade import Acquisition, Batch, ExpertTiers
+from aegis.tiers.guess import GUESS_KINDS
+from aegis.tiers.policy import POLICIES
+from aegis.tiers.read_pool import PythonReadPool, ReadPool, open_read_pool
+from aegis.tiers.slots import SlotPool
+from aegis.tiers.stats import Counters, TierStats
+from aegis.tiers.store import ExpertFiles
+from aegis.tiers.trace import RoutingTrace
+
+__all__ = [
+    "GUESS_KINDS",
+    "POLICIES",
+    "Acquisition",
+    "Arena",
+    "ArenaError",
+    "Batch",
+    "Counters",
+    "ExpertFileError",
+    "ExpertFiles",
+    "ExpertTiers",
+    "PythonReadPool",
+    "ReadError",
+    "ReadPool",
+    "RoutingTrace",
+    "SlotError",
+    "SlotPool",
+    "TierStats",
+    "TiersError",
+    "open_read_pool",
+]

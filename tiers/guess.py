@@ -1,0 +1,1 @@
+GUESS_KINDS = ("cross-layer", "previous", "none")

@@ -1,0 +1,1 @@
+POLICIES = ("lfu", "lru", "random")

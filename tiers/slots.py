@@ -1,0 +1,205 @@
+"""The fixed pool of expert-sized slots: what lies where, what is pinned, what is being read.
+
+A slot is free, reading or resident. One that holds an expert belongs either to the hot tier or to
+the transient ones, which are reused oldest first. Lists and dicts of plain ints: this bookkeeping
+runs for every layer of every token.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import OrderedDict
+from collections.abc import Callable
+
+from aegis.tiers.arena import Arena
+from aegis.tiers.errors import SlotError
+from aegis.tiers.store import READ_ALIGN
+
+FREE, READING, RESIDENT = 0, 1, 2
+NOWHERE = -1
+
+
+def _ignore(key: int) -> None:
+    del key
+
+
+class SlotPool:
+    """``num_slots`` slots of ``stride`` bytes from address ``base`` on (a SlotMemory)."""
+
+    def __init__(
+        self, num_slots: int, stride: int, base: int = 0, arena: Arena | None = None
+    ) -> None:
+        """base: where the slots lie, in whatever memory; 0 when only the bookkeeping is wanted."""
+        if num_slots < 1:
+            raise SlotError(f"a pool of {num_slots} slots was asked for; it needs at least one")
+        if base % READ_ALIGN or stride % READ_ALIGN or stride < READ_ALIGN:
+            raise SlotError(
+                f"slots of {stride} bytes at address {base:#x}: both must be multiples of {READ_ALIGN}"
+            )
+        self.num_slots = num_slots
+        self.stride = stride
+        self.base = base
+        self.capacity = num_slots
+        """Slots in use; those from here on were given back."""
+        self.arena = arena
+        self.state = [FREE] * num_slots
+        self.key_of = [NOWHERE] * num_slots
+        self.pins = [0] * num_slots
+        self.guessed = [False] * num_slots
+        """The slot was filled by a guess and nobody has chosen its expert since."""
+        self.slot_of: dict[int, int] = {}
+        self.free = list(range(num_slots - 1, -1, -1))
+        self.transient: OrderedDict[int, None] = OrderedDict()
+        self.hot: list[int] = []
+        self.hot_index = [NOWHERE] * num_slots
+        self.on_waste: Callable[[int], None] = _ignore
+        """Called with the key of a guess that is dropped without ever being chosen."""
+
+    @classmethod
+    def in_arena(cls, arena: Arena, num_slots: int, stride: int, name: str = "slots") -> SlotPool:
+        """Slots in a region of the arena. Take it last: only then can its end be given back."""
+        region = arena.take(name, num_slots * stride, align=READ_ALIGN)
+        return cls(num_slots, stride, int(region.ctypes.data), arena)
+
+    def begin(self, slot: int, key: int) -> None:
+        """A free slot starts being read into; it becomes the newest transient one."""
+        if self.state[slot] != FREE or slot != self.free[-1]:
+            raise SlotError(f"slot {slot} cannot be read into: it is not the next free one")
+        self.free.pop()
+        self.state[slot] = READING
+        self.key_of[slot] = key
+        self.slot_of[key] = slot
+        self.transient[slot] = None
+
+    def arrive(self, slot: int) -> None:
+        """The read into ``slot`` ended well."""
+        if self.state[slot] != READING:
+            raise SlotError(f"slot {slot} is not being read into")
+        self.state[slot] = RESIDENT
+
+    def fail(self, slot: int) -> None:
+        """The read into ``slot`` failed or was withdrawn: the slot is free, its pins are void."""
+        if self.state[slot] != READING:
+            raise SlotError(f"slot {slot} is not being read into")
+        self._drop(slot)
+
+    def forget(self, slot: int) -> None:
+        """Evict what lies in ``slot``."""
+        if self.state[slot] != RESIDENT or self.pins[slot]:
+            raise SlotError(f"slot {slot} cannot be evicted: it is pinned or holds nothing")
+        if self.guessed[slot]:
+            self.on_waste(self.key_of[slot])
+        self._drop(slot)
+
+    def _drop(self, slot: int) -> None:
+        if self.hot_index[slot] != NOWHERE:
+            self.cool(slot)
+        del self.transient[slot]
+        del self.slot_of[self.key_of[slot]]
+        self.key_of[slot] = NOWHERE
+        self.state[slot] = FREE
+        self.pins[slot] = 0
+        self.guessed[slot] = False
+        self.free.append(slot)
+
+    def pin(self, slot: int) -> None:
+        """Keep ``slot`` from being evicted or moved; pins count."""
+        if self.state[slot] == FREE:
+            raise SlotError(f"slot {slot} holds nothing that could be pinned")
+        self.pins[slot] += 1
+
+    def unpin(self, slot: int) -> None:
+        """Undo one pin."""
+        if not self.pins[slot]:
+            raise SlotError(f"slot {slot} is not pinned")
+        self.pins[slot] -= 1
+
+    def heat(self, slot: int) -> None:
+        """Move a transient slot into the hot tier."""
+        del self.transient[slot]
+        self.hot_index[slot] = len(self.hot)
+        self.hot.append(slot)
+
+    def cool(self, slot: int) -> None:
+        """Move a hot slot to the transient ones, as the next to be reused."""
+        index, last = self.hot_index[slot], self.hot[-1]
+        self.hot[index] = last
+        self.hot_index[last] = index
+        self.hot.pop()
+        self.hot_index[slot] = NOWHERE
+        self.transient[slot] = None
+        self.transient.move_to_end(slot, last=False)
+
+    def refresh(self, slot: int) -> None:
+        """Make a transient slot the newest one."""
+        self.transient.move_to_end(slot)
+
+    def reclaim(self) -> int:
+        """A slot ready for ``begin``: free, else the oldest unpinned transient one; or NOWHERE."""
+        if self.free:
+            return self.free[-1]
+        state, pins = self.state, self.pins
+        for slot in self.transient:
+            if state[slot] == RESIDENT and not pins[slot]:
+                self.forget(slot)
+                return slot
+        return NOWHERE
+
+    def shrink(self, count: int) -> int:
+        """Give up to ``count`` slots from the end back, moving hot experts to lower slots where one is
+        free or transient and forgetting the rest. Stops at a pinned or reading slot. Returns how
+        many went, after telling the arena."""
+        before = self.capacity
+        while self.capacity > max(1, before - count):
+            slot = self.capacity - 1
+            if self.state[slot] == READING or self.pins[slot]:
+                break
+            if self.state[slot] == RESIDENT:
+                self._vacate(slot)
+            self.free.remove(slot)
+            self.capacity = slot
+        if self.arena is not None:
+            end_of_slots = self.base - self.arena.base + self.capacity * self.stride
+            if self.arena.used_nbytes == end_of_slots + (self.num_slots - self.capacity) * self.stride:
+                self.arena.release_tail(self.arena.nbytes - end_of_slots)
+        return before - self.capacity
+
+    def _vacate(self, slot: int) -> None:
+        target = self._target_below(slot)
+        if target == NOWHERE:
+            self.forget(slot)
+            return
+        ctypes.memmove(
+            self.base + target * self.stride, self.base + slot * self.stride, self.stride
+        )
+        key, hot, guessed = self.key_of[slot], self.hot_index[slot] != NOWHERE, self.guessed[slot]
+        self.guessed[slot] = False
+        self.forget(slot)
+        self.free.remove(target)
+        self.free.append(target)
+        self.begin(target, key)
+        self.arrive(target)
+        self.guessed[target] = guessed
+        if hot:
+            self.heat(target)
+
+    def _target_below(self, slot: int) -> int:
+        lower = [other for other in self.free if other < slot]
+        if lower:
+            return min(lower)
+        if self.hot_index[slot] == NOWHERE:
+            return NOWHERE
+        for other in self.transient:
+            if other < slot and self.state[other] == RESIDENT and not self.pins[other]:
+                self.forget(other)
+                return other
+        return NOWHERE
+
+    def grow(self, count: int) -> int:
+        """Take up to ``count`` given-back slots into use again; returns how many came."""
+        count = min(count, self.num_slots - self.capacity)
+        if count and self.arena is not None:
+            self.arena.restore_tail()
+        self.free[:0] = range(self.capacity + count - 1, self.capacity - 1, -1)
+        self.capacity += count
+        return count

@@ -1,0 +1,130 @@
+"""Expert files: one per MoE layer, one record per expert, read past the page cache."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from aegis.tiers.errors import ExpertFileError
+
+READ_ALIGN = 4096
+"""Offsets, sizes and addresses of direct reads are multiples of this."""
+
+
+class ExpertFiles:
+    """Open expert files of all MoE layers; ``locate`` says where an expert lies."""
+
+    def __init__(
+        self,
+        paths: Sequence[str | os.PathLike[str]],
+        record_nbytes: int,
+        stride: int,
+        num_experts: int,
+        direct: bool = True,
+    ) -> None:
+        """Open every file and check its size. Raises ExpertFileError before anything is read.
+
+        record_nbytes: bytes of a record that carry weights; stride: distance of records."""
+        if stride % READ_ALIGN or not 0 < record_nbytes <= stride:
+            raise ExpertFileError(
+                f"expert records of {record_nbytes} bytes with a stride of {stride}: the stride must "
+                f"be a multiple of {READ_ALIGN} and not below the record; convert the model again"
+            )
+        self.paths = [Path(path) for path in paths]
+        self.record_nbytes = record_nbytes
+        self.stride = stride
+        self.num_experts = num_experts
+        self.num_layers = len(self.paths)
+        self.mode = "direct" if direct else "buffered"
+        """"direct": past the page cache. "buffered": through it, each read's pages dropped after."""
+        self.reason = "" if direct else "asked for"
+        """Why the mode is buffered; empty when direct."""
+        self.fds: list[int] = []
+        try:
+            self._check_sizes()
+            if direct:
+                self._open_direct()
+            else:
+                self._open_buffered()
+        except OSError as error:
+            self.close()
+            raise ExpertFileError(
+                f"{error.filename}: cannot be opened ({error.strerror}); check that the store is "
+                "complete and readable"
+            ) from None
+        except ExpertFileError:
+            self.close()
+            raise
+
+    def _check_sizes(self) -> None:
+        expected = self.stride * self.num_experts
+        for path in self.paths:
+            found = path.stat().st_size
+            if found != expected:
+                raise ExpertFileError(
+                    f"{path}: expected {expected} bytes ({self.num_experts} records of "
+                    f"{self.stride}), found {found}; convert the model again"
+                )
+
+    def _open_direct(self) -> None:
+        flag = getattr(os, "O_DIRECT", 0)
+        try:
+            for path in self.paths:
+                self.fds.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC | flag))
+            if flag and self.fds:
+                _probe(self.fds[0])
+        except OSError as error:
+            if error.errno != 22:  # EINVAL: this file system has no direct reads
+                raise
+            self.close()
+            self.mode, self.reason = "buffered", "the file system refuses direct reads"
+            self._open_buffered()
+            return
+        if sys.platform == "darwin":
+            import fcntl
+
+            for fd in self.fds:
+                fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)
+        elif not flag:
+            self.mode, self.reason = "buffered", "this system has no direct reads"
+
+    def _open_buffered(self) -> None:
+        for path in self.paths:
+            self.fds.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            if hasattr(os, "posix_fadvise"):
+                # No read-ahead: it would leave pages behind that nobody drops.
+                os.posix_fadvise(self.fds[-1], 0, 0, os.POSIX_FADV_RANDOM)
+
+    def locate(self, layer_index: int, expert: int) -> tuple[int, int, int]:
+        """(file descriptor, offset, nbytes) of one expert's record."""
+        if not 0 <= expert < self.num_experts:
+            raise IndexError(f"expert {expert}: this layer has {self.num_experts}")
+        return self.fds[layer_index], expert * self.stride, self.stride
+
+    def close(self) -> None:
+        """Close every file."""
+        while self.fds:
+            with contextlib.suppress(OSError):
+                os.close(self.fds.pop())
+
+    def __enter__(self) -> ExpertFiles:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _probe(fd: int) -> None:
+    """One aligned read: some file systems accept the flag at open and refuse the read."""
+    with mmap.mmap(-1, READ_ALIGN) as page, memoryview(page) as view:
+        os.preadv(fd, [view], 0)
