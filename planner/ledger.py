@@ -1,0 +1,35 @@
+"""Planned against measured, item by item, after a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from aegis.planner.footprint import Item
+
+
+@dataclass(frozen=True)
+class LedgerRow:
+    """One item: what the plan gave it and what it took (None: not measured on its own)."""
+
+    item: str
+    planned_nbytes: int
+    measured_nbytes: int | None
+
+    def to_json(self) -> dict[str, str | int | None]:
+        """The row as ``--json`` prints it."""
+        return asdict(self)
+
+
+def make_ledger(
+    planned: Sequence[Item], measured: Mapping[str, int], *, cap_nbytes: int, peak_nbytes: int
+) -> list[LedgerRow]:
+    """A row per planned item, then ``total``: the cap against the peak of the process.
+
+    A measured item that was never planned is a row planned at 0: nothing is hidden.
+    """
+    names = [name for name, _ in planned]
+    unplanned = [name for name in measured if name not in names]
+    rows = [LedgerRow(name, nbytes, measured.get(name)) for name, nbytes in planned]
+    rows += [LedgerRow(name, 0, measured[name]) for name in unplanned]
+    return [*rows, LedgerRow("total", cap_nbytes, peak_nbytes)]

@@ -1,0 +1,209 @@
+"""The MemoryPlan: every byte under the cap, decided before anything large is allocated.
+
+Rules, all of them exact in bytes:
+- A plan fits if and only if the cap is at least ``min_cap_nbytes``, and the number of slots never
+  falls as the cap grows.
+- The prefill step is the largest whose workspace takes at most an eighth of what the fixed items
+  leave (or that still lets every expert have a slot). Just above the cap where a step becomes
+  affordable it would cost slots, so the smaller step and the slot count are held until the larger
+  step pays for itself; what that leaves over is ``unused_nbytes``.
+- An untied embedding table stays on disk unless every expert has a slot with the table in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from aegis.planner.footprint import (
+    EmbeddingPlace,
+    Item,
+    PlanRequest,
+    PrefillOption,
+    fixed_items,
+    fixed_nbytes,
+    item_label,
+)
+from aegis.planner.units import format_size
+
+WORKSPACE_SHARE = 8
+"""A prefill step may take one part in this many of what the fixed items leave."""
+STAGING_SHARE = 3
+"""Staging takes at most one slot in this many."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What a cap is spent on. Where ``feasible`` is false it shows the smallest plan there is."""
+
+    cap_nbytes: int
+    feasible: bool
+    items: tuple[Item, ...]
+    slots: int
+    """The hot tier's own."""
+    staging_slots: int
+    """Prefill's, one layer at most; the hot tier borrows them while decoding."""
+    slot_nbytes: int
+    prefill_step: int
+    embedding: EmbeddingPlace
+    min_cap_nbytes: int
+    """The smallest cap that opens."""
+    load_peak_nbytes: int
+
+    @property
+    def borrowed_slots(self) -> int:
+        """Slots that the hot tier has on top of its own while decoding."""
+        return self.staging_slots
+
+    @property
+    def total_slots(self) -> int:
+        """All slots: the hot tier's own and staging."""
+        return self.slots + self.staging_slots
+
+    @property
+    def total_nbytes(self) -> int:
+        """Sum of all items."""
+        return sum(nbytes for _, nbytes in self.items)
+
+    @property
+    def unused_nbytes(self) -> int:
+        """What the plan leaves of the cap: usually less than one slot."""
+        return max(0, self.cap_nbytes - self.total_nbytes)
+
+    @property
+    def shortage_nbytes(self) -> int:
+        """How many bytes the cap is short of the smallest plan; 0 where it fits."""
+        return max(0, self.min_cap_nbytes - self.cap_nbytes)
+
+    def to_json(self) -> dict[str, Any]:
+        """The ``plan`` object of ``--json``."""
+        return {
+            "cap_nbytes": self.cap_nbytes,
+            "feasible": self.feasible,
+            "min_cap_nbytes": self.min_cap_nbytes,
+            "items": [{"name": name, "nbytes": nbytes} for name, nbytes in self.items],
+            "slots": self.slots,
+            "borrowed_slots": self.borrowed_slots,
+            "slot_nbytes": self.slot_nbytes,
+            "prefill_step": self.prefill_step,
+            "embedding": self.embedding,
+            "total_nbytes": self.total_nbytes,
+            "unused_nbytes": self.unused_nbytes,
+        }
+
+    def refusal(self) -> str:
+        """One sentence: each item, what is short and the smallest cap that opens."""
+        if self.feasible:
+            raise ValueError("the plan fits: there is nothing to refuse")
+        return f"the plan does not fit the cap of {format_size(self.cap_nbytes)}: {self._reason()}"
+
+    def _reason(self) -> str:
+        smallest = (
+            f"{format_size(self.shortage_nbytes)} short; "
+            f"the smallest cap that opens is {self.min_cap_nbytes}B"
+        )
+        if self.total_nbytes < self.load_peak_nbytes:
+            return f"opening briefly needs {format_size(self.load_peak_nbytes)}, {smallest}"
+        named = ", ".join(
+            f"{item_label(name)} {format_size(nbytes)}" for name, nbytes in self.items if nbytes
+        )
+        return f"{named} make {format_size(self.total_nbytes)}, {smallest}"
+
+
+def make_plan(request: PlanRequest) -> MemoryPlan:
+    """Spend the cap; an infeasible result carries the smallest plan and ``min_cap_nbytes``."""
+    options = request.allowed_options
+    cheapest = _cheapest_place(request, options[0])
+    min_cap = max(_smallest_cap(request, options[0], cheapest), request.load_peak_nbytes)
+    if request.cap_nbytes < min_cap:
+        return _assemble(request, options[0], cheapest, request.num_experts_per_tok, min_cap)
+    place = cheapest
+    option, slots = _choose(request, options, place, request.cap_nbytes)
+    if request.embedding == "auto" and place == "disk":
+        in_ram, ram_slots = _choose(request, options, "ram", request.cap_nbytes)
+        if ram_slots == request.all_slots:
+            option, slots, place = in_ram, ram_slots, "ram"
+    return _assemble(request, option, place, slots, min_cap)
+
+
+def _cheapest_place(request: PlanRequest, smallest: PrefillOption) -> EmbeddingPlace:
+    if request.embedding != "auto":
+        return request.embedding
+    if request.tied or request.embedding_nbytes <= smallest.embedding_rows_nbytes:
+        return "ram"
+    return "disk"
+
+
+def _smallest_cap(request: PlanRequest, smallest: PrefillOption, place: EmbeddingPlace) -> int:
+    slots_nbytes = request.num_experts_per_tok * request.slot_nbytes
+    return fixed_nbytes(request, smallest, place) + slots_nbytes
+
+
+def _slots(request: PlanRequest, option: PrefillOption, place: EmbeddingPlace, cap: int) -> int:
+    rest = cap - fixed_nbytes(request, option, place)
+    return min(request.all_slots, rest // request.slot_nbytes)
+
+
+def _choose(
+    request: PlanRequest, options: Sequence[PrefillOption], place: EmbeddingPlace, cap: int
+) -> tuple[PrefillOption, int]:
+    """The step and the slots at ``cap``, given that the smallest step fits.
+
+    Never fewer slots than at any smaller cap: where the largest step would cost slots that a
+    smaller cap already has, the choice of just below its threshold is kept.
+    """
+    largest, smaller = options[-1], options[:-1]
+    slots = _slots(request, largest, place, cap)
+    if not smaller or slots == request.all_slots:
+        return largest, slots
+    # One byte over the smallest cap at least: what is held must itself be a plan that fits.
+    threshold = max(
+        _affordable_from(request, largest, place), _smallest_cap(request, options[0], place) + 1
+    )
+    if cap < threshold:
+        return _choose(request, smaller, place, cap)
+    held = _choose(request, smaller, place, threshold - 1)
+    return (largest, slots) if slots >= held[1] else held
+
+
+def _affordable_from(request: PlanRequest, option: PrefillOption, place: EmbeddingPlace) -> int:
+    """The cap from which this step's buffers take at most their share of what is left."""
+    fixed = fixed_nbytes(request, option, place)
+    buffers = option.workspace_nbytes + (option.embedding_rows_nbytes if place == "disk" else 0)
+    return fixed - buffers + WORKSPACE_SHARE * buffers
+
+
+def _staging(request: PlanRequest, total: int) -> int:
+    """None where every expert has a slot of its own: prefill then reads straight into those."""
+    if total >= request.num_moe_layers * request.num_experts:
+        return 0
+    return min(request.num_experts, max(1, total // STAGING_SHARE))
+
+
+def _assemble(
+    request: PlanRequest,
+    option: PrefillOption,
+    place: EmbeddingPlace,
+    total: int,
+    min_cap_nbytes: int,
+) -> MemoryPlan:
+    staging = _staging(request, total)
+    hot = total - staging
+    items = [
+        *fixed_items(request, option, place),
+        ("staging", staging * request.slot_nbytes),
+        ("hot_tier", hot * request.slot_nbytes),
+    ]
+    return MemoryPlan(
+        cap_nbytes=request.cap_nbytes,
+        feasible=request.cap_nbytes >= min_cap_nbytes,
+        items=tuple(items),
+        slots=hot,
+        staging_slots=staging,
+        slot_nbytes=request.slot_nbytes,
+        prefill_step=option.prefill_step,
+        embedding=place,
+        min_cap_nbytes=min_cap_nbytes,
+        load_peak_nbytes=request.load_peak_nbytes,
+    )

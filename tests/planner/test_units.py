@@ -1,0 +1,82 @@
+"""Sizes: read strictly, written shortly."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aegis.planner.units import format_size, parse_caps, parse_size
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("4GiB", 4 * GIB),
+        ("128MiB", 128 << 20),
+        ("134217728B", 134217728),
+        ("1.5 GiB", 3 * GIB // 2),
+        ("4gib", 4 * GIB),
+        ("2GB", 2 * 10**9),
+        ("7KiB", 7168),
+    ],
+)
+def test_sizes_with_a_unit_are_read(text: str, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("4", "write 4GiB"),
+        ("4G", "unknown unit 'G'"),
+        ("-4GiB", "not a size"),
+        ("", "not a size"),
+        ("0MiB", "positive"),
+        ("0.5B", "positive"),
+        ("four GiB", "not a size"),
+        ("٤GiB", "not a size"),
+    ],
+)
+def test_other_sizes_are_refused_with_a_hint(text: str, hint: str) -> None:
+    with pytest.raises(ValueError, match=hint):
+        parse_size(text)
+
+
+@given(st.integers(1, 1 << 62))
+def test_any_count_of_bytes_is_read_back(nbytes: int) -> None:
+    assert parse_size(f"{nbytes}B") == nbytes
+
+
+@given(st.integers(1, 1 << 49))
+def test_a_formatted_size_is_within_its_last_digit(nbytes: int) -> None:
+    assert parse_size(format_size(nbytes)) == pytest.approx(nbytes, rel=0.051)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (4 * GIB, "4 GiB"), ((1 << 20) - 1, "1 MiB"), (1536, "1.5 KiB")],
+)
+def test_sizes_are_written_shortly(nbytes: int, text: str) -> None:
+    assert format_size(nbytes) == text
+
+
+def test_a_range_of_caps_steps_by_one_gib_and_includes_both_ends() -> None:
+    assert parse_caps("3GiB..6GiB") == tuple(n * GIB for n in (3, 4, 5, 6))
+    assert parse_caps("1GiB..2.5GiB:1GiB") == (GIB, 2 * GIB, 5 * GIB // 2)
+    assert parse_caps("200MiB") == (200 << 20,)
+    assert parse_caps("1GiB..1GiB") == (GIB,)
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("6GiB..3GiB", "backwards"),
+        ("3..6GiB", "no unit"),
+        ("1B..1GiB:1B", "larger step"),
+        ("3GiB..", "not a size"),
+    ],
+)
+def test_a_bad_range_is_refused_with_a_hint(text: str, hint: str) -> None:
+    with pytest.raises(ValueError, match=hint):
+        parse_caps(text)
