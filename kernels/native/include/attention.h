@@ -1,0 +1,76 @@
+// What the attention, router and embedding blocks need from each instruction set.
+#pragma once
+
+#include <cstdint>
+
+#include "linear.h"
+
+namespace aegis {
+
+// Softmax runs over blocks of positions on a grid from position 0, each with its own maximum and
+// sum, merged in order. A row's result therefore never depends on which rows came with it or on
+// who computed which block.
+constexpr int64_t kPositionBlock = 256;
+constexpr int64_t kKeyLanes = 16;
+constexpr int kTileQueries = 8;    // queries that share the loads of keys and values
+constexpr int kUnitQueries = 32;   // queries of one unit of work
+constexpr int64_t kMaxHeadDim = 256;
+
+// Keys [kv_head][position / 16][dim][16] and values [kv_head][position][dim] of one layer.
+struct KVView {
+  float* keys;
+  float* values;
+  int64_t positions;  // a multiple of 16
+  int64_t kv_heads;
+  int64_t dim;
+
+  float* head_keys(int64_t head) const { return keys + head * positions * dim; }
+  float* head_values(int64_t head) const { return values + head * positions * dim; }
+};
+
+// Some query rows of some heads that share one kv head: row r at absolute position first + r,
+// head h at q + r * ld_q + h * dim, already rotated and scaled. Output likewise.
+struct AttentionUnit {
+  const float* q;
+  int64_t ld_q;
+  float* out;
+  int64_t ld_out;
+  const float* keys;
+  const float* values;
+  int64_t dim;
+  int64_t first;
+  int rows;
+  int heads;  // rows * heads <= kUnitQueries
+};
+
+// A partial result: maximum, sum, and from kPartialHead on the weighted values.
+constexpr int64_t kPartialHead = 16;
+
+struct AttentionTable {
+  // y = w * (x / sqrt(mean(x^2) + eps)); n is a multiple of 64.
+  void (*rms_norm)(const float* x, const float* w, float eps, int64_t n, float* y);
+  // cosine[i], sine[i] of float(position * inv_freq[i]).
+  void (*rotary_angles)(int64_t position, const float* inv_freq, int64_t half, float* cosine,
+                        float* sine);
+  // Rotates the pairs (i, half + i) of one head and scales it all.
+  void (*rotate)(const float* x, const float* cosine, const float* sine, int64_t half, int64_t dim,
+                 float scale, float* y);
+  // The whole attention of a unit.
+  void (*attend)(const AttentionUnit& unit);
+  // One row and at most kTileQueries heads against one block: partial of head h at
+  // partials + h * ld_partial.
+  void (*attend_block)(const AttentionUnit& unit, int64_t block, float* partials,
+                       int64_t ld_partial);
+  // Merges the `blocks` partials of a head (each dim + kPartialHead floats) in order.
+  void (*merge_blocks)(const float* partials, int64_t blocks, int64_t dim, float* out);
+  // Softmax over n logits, the k most probable (ties: lower id) in ascending id order.
+  void (*route)(const float* logits, int n, int k, bool normalise, int32_t* ids, float* weights);
+  // The k largest logits, best first (ties: lower id; NaN last).
+  void (*largest)(const float* logits, int n, int k, int32_t* ids);
+  // Row `lane` of a 16-row block of a table, dequantised.
+  void (*table_row)(const LinearDesc& format, const uint8_t* row_block, int lane, float* out);
+};
+
+constexpr int kMaxExperts = 4096;
+
+}  // namespace aegis

@@ -1,0 +1,77 @@
+// One row of a table stored in il16 blocks, as floats.
+#pragma once
+
+#include "attention.h"
+#include "vmath.h"
+
+namespace aegis::AEGIS_ISA {
+
+AEGIS_INLINE uint32_t lane_word(const uint8_t* words, int j, int lane) {
+  uint32_t w;
+  memcpy(&w, words + (16 * j + lane) * 4, 4);
+  return w;
+}
+
+// The number of lane `lane` in 16 stored numbers.
+AEGIS_INLINE float lane_number(const uint8_t* numbers, int lane, DType dtype) {
+  float t[16];
+  switch (dtype) {
+    case DType::bf16:
+      store(t, load_bf16((const uint16_t*)numbers));
+      break;
+    case DType::f16:
+      store(t, load_f16((const uint16_t*)numbers));
+      break;
+    default:
+      store(t, load((const float*)numbers));
+  }
+  return t[lane];
+}
+
+// 64 codes of 2^n bits each.
+template <int BITS>
+AEGIS_INLINE void lane_codes(const uint8_t* words, int lane, float* codes) {
+  constexpr int per_word = 32 / BITS;
+  for (int j = 0; j < 64 / per_word; ++j) {
+    const uint32_t w = lane_word(words, j, lane);
+    for (int i = 0; i < per_word; ++i)
+      codes[j * per_word + i] = (float)(int32_t)(w >> (BITS * i) & ((1u << BITS) - 1));
+  }
+}
+
+// 64 codes of 3 bits: five in each 16-bit half word, the last two of 32 in the spare bits.
+AEGIS_INLINE void lane_codes3(const uint8_t* words, int lane, float* codes) {
+  for (int h = 0; h < 2; ++h) {
+    uint32_t spare = 0;
+    for (int half = 0; half < 6; ++half) {
+      const uint32_t bits16 = lane_word(words, 3 * h + half / 2, lane) >> (16 * (half % 2));
+      for (int i = 0; i < 5; ++i)
+        codes[32 * h + 5 * half + i] = (float)(int32_t)(bits16 >> (3 * i) & 7);
+      spare |= (bits16 >> 15 & 1) << half;
+    }
+    codes[32 * h + 30] = (float)(int32_t)(spare & 7);
+    codes[32 * h + 31] = (float)(int32_t)(spare >> 3);
+  }
+}
+
+static void table_row(const LinearDesc& format, const uint8_t* row_block, int lane, float* out) {
+  const int64_t number = format.number_nbytes();
+  for (int64_t g = 0; g < format.groups(); ++g, out += kGroup) {
+    const uint8_t* block = row_block + g * format.block_nbytes();
+    if (format.kind == Kind::dense) {
+      for (int k = 0; k < kGroup; ++k)
+        out[k] = lane_number(block + k * kLanes * number, lane, format.dtype);
+      continue;
+    }
+    const uint8_t* words = block + 2 * kLanes * number;
+    float codes[kGroup];
+    if (format.kind == Kind::affine3) lane_codes3(words, lane, codes);
+    if (format.kind == Kind::affine4) lane_codes<4>(words, lane, codes);
+    if (format.kind == Kind::affine8) lane_codes<8>(words, lane, codes);
+    const f32x16 scale = set1(lane_number(block, lane, format.dtype));
+    const f32x16 bias = set1(lane_number(block + kLanes * number, lane, format.dtype));
+    for (int k = 0; k < kGroup; k += 16) store(out + k, fma(scale, load(codes + k), bias));
+  }
+}
+
+}  // namespace aegis::AEGIS_ISA

@@ -1,0 +1,70 @@
+"""Scratch bytes of the attention, router and head blocks (standard library only, for planning).
+
+The C++ blocks carve the same pieces in the same order and refuse a scratch that is too small.
+"""
+
+from __future__ import annotations
+
+from aegis.kernels.base import KVSpec, WorkspaceSpec
+
+ROW_TILE = 128
+"""Rows that pass through a block's phases together; it bounds scratch, not results."""
+
+POSITION_BLOCK = 256
+"""Positions of one softmax block, on a grid from position 0: part of the canonical arithmetic."""
+
+KV_ALIGN = 16
+"""Positions of one key vector; a cache holds a multiple of these."""
+
+_LINE = 16
+_F32 = 4
+
+
+def _pieces(*floats: int) -> int:
+    """Bytes of pieces of so many floats, each rounded up to a cache line."""
+    return sum(-(-count // _LINE) * _LINE for count in floats) * _F32
+
+
+def _padded(row: int) -> int:
+    """Length of a scratch row: 16 more, so that rows do not fall into the same cache sets."""
+    return row + _LINE
+
+
+def kv_nbytes(spec: KVSpec) -> int:
+    """Keys and values of one layer in float32, positions rounded up to 16."""
+    positions = -(-spec.context // KV_ALIGN) * KV_ALIGN
+    return 2 * spec.num_key_value_heads * positions * spec.head_dim * _F32
+
+
+def attention_scratch_nbytes(spec: WorkspaceSpec) -> int:
+    """Normed rows (later the attended ones), their sums, q, k, v, rotary values, partial results
+    of one row."""
+    rows = min(spec.max_tokens, ROW_TILE)
+    q_dim = spec.num_attention_heads * spec.head_dim
+    kv_dim = spec.num_key_value_heads * spec.head_dim
+    widest = max(spec.hidden_size, q_dim)
+    blocks = -(-spec.context // POSITION_BLOCK)
+    return _pieces(
+        rows * _padded(widest),
+        rows * (widest // 64),
+        rows * _padded(q_dim),
+        rows * _padded(kv_dim),
+        rows * _padded(kv_dim),
+        rows * spec.head_dim,
+        spec.num_attention_heads * blocks * (spec.head_dim + _LINE),
+    )
+
+
+def router_scratch_nbytes(spec: WorkspaceSpec) -> int:
+    """Sums and logits of this layer's router, the same and normed rows of the next one's, counts."""
+    rows = min(spec.max_tokens, ROW_TILE)
+    sums = rows * (spec.hidden_size // 64)
+    logits = rows * _padded(spec.num_experts)
+    normed = rows * _padded(spec.hidden_size)
+    return _pieces(sums, logits, normed, sums, logits, spec.num_experts)
+
+
+def head_scratch_nbytes(spec: WorkspaceSpec) -> int:
+    """Normed rows and their sums."""
+    rows = spec.max_logit_rows
+    return _pieces(rows * _padded(spec.hidden_size), rows * (spec.hidden_size // 64))
