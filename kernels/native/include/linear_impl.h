@@ -1,0 +1,254 @@
+// Linear kernels of one instruction set. The order of the sum is part of the format:
+//   per row and group of 64: chain A over k = 0..31, chain B over 32..63, acc = fma(code, x, acc);
+//   g = A + B; total = fma(scale, g, total); total = fma(bias, sum of x, total); groups in order.
+// Lanes are rows, so neither the number of tokens nor the split over threads can change a bit.
+#pragma once
+
+#include "kernel_table.h"
+#include "unpack.h"
+#include "vmath.h"
+
+namespace aegis::AEGIS_ISA {
+
+#if defined(AEGIS_ISA_AVX512)
+constexpr int kTileTokens = 8, kTileBlocks = 2, kDirectTokens = 4;
+#elif defined(AEGIS_ISA_SCALAR)
+constexpr int kTileTokens = 2, kTileBlocks = 1, kDirectTokens = 1;
+#else
+constexpr int kTileTokens = 6, kTileBlocks = 1, kDirectTokens = 2;
+#endif
+constexpr int64_t kPrefetchAhead = 4096;
+
+// Writes 16 rows of one token.
+AEGIS_INLINE void emit(const TileArgs& args, int t, int64_t block, f32x16 y) {
+  const LinearDesc& w = *args.w;
+  const int64_t row = block * kLanes;
+  const int64_t left = w.rows - row;
+  const int n = left < kLanes ? (int)left : (int)kLanes;
+  if (w.bias) y = add(y, load_first(w.bias + row, n));
+  float* out = args.out[t] + (row - args.out_base);
+  if (args.weights) y = fma(set1(args.weights[t]), y, load_first(out, n));
+  if (args.add) y = add(load_first(args.add[t] + (row - args.out_base), n), y);
+  if (n == kLanes)
+    store(out, y);
+  else
+    store_first(out, y, n);
+}
+
+template <class W>
+AEGIS_INLINE f32x16 fold(f32x16 g, f32x16 scale, f32x16 bias, float sum, f32x16 total) {
+  if (!W::affine) return add(total, g);
+  return fma(bias, set1(sum), fma(scale, g, total));
+}
+
+// Few tokens: codes go straight from the words into the chains.
+template <class W, int NT>
+static void direct(const TileArgs& args) {
+  const W policy;
+  const LinearDesc& w = *args.w;
+  const int64_t groups = w.groups(), step = w.block_nbytes();
+  const int64_t param = W::affine ? kLanes * w.number_nbytes() : 0;
+  const DType dtype = w.dtype;
+  const uint8_t* block = w.data + args.block_begin * w.row_block_nbytes();
+  for (int64_t rb = args.block_begin; rb < args.block_end; ++rb) {
+    f32x16 total[NT];
+    const float* x[NT];
+    for (int t = 0; t < NT; ++t) total[t] = zero(), x[t] = args.x[t];
+    for (int64_t g = 0; g < groups; ++g) {
+      f32x16 a[NT], b[NT];
+      for (int t = 0; t < NT; ++t) a[t] = b[t] = zero();
+      for (int64_t line = 0; line < step; line += 64) prefetch(block + kPrefetchAhead + line);
+      policy.codes(block + 2 * param, [&](int k, f32x16 ca, f32x16 cb) AEGIS_LAMBDA {
+        for (int t = 0; t < NT; ++t) {
+          a[t] = fma(ca, set1(x[t][k]), a[t]);
+          b[t] = fma(cb, set1(x[t][k + 32]), b[t]);
+        }
+      });
+      const f32x16 scale = W::affine ? load_number(block, dtype) : zero();
+      const f32x16 bias = W::affine ? load_number(block + param, dtype) : zero();
+      for (int t = 0; t < NT; ++t) {
+        total[t] = fold<W>(add(a[t], b[t]), scale, bias, args.sums[t][g], total[t]);
+        x[t] += kGroup;
+      }
+      block += step;
+    }
+    for (int t = 0; t < NT; ++t) emit(args, t, rb, total[t]);
+  }
+}
+
+struct Panel {
+  alignas(64) float codes[kTileBlocks][kGroup * kLanes];
+  alignas(64) float totals[kMaxTokens][kTileBlocks][kLanes];
+  f32x16 scale[kTileBlocks], bias[kTileBlocks];
+};
+
+// One chain of 32 inputs: NT tokens by NB blocks of accumulators in registers.
+template <int NT, int NB>
+AEGIS_INLINE void chain(const float* const* x, const Panel& panel, int64_t base,
+                        f32x16 (&acc)[NT][NB]) {
+  for (int t = 0; t < NT; ++t)
+    for (int n = 0; n < NB; ++n) acc[t][n] = zero();
+#pragma GCC unroll 4
+  for (int64_t k = base; k < base + 32; ++k) {
+    f32x16 c[NB];
+    for (int n = 0; n < NB; ++n) c[n] = load(panel.codes[n] + k * kLanes);
+    for (int t = 0; t < NT; ++t) {
+      const f32x16 xv = set1(x[t][k]);
+      for (int n = 0; n < NB; ++n) acc[t][n] = fma(c[n], xv, acc[t][n]);
+    }
+  }
+}
+
+// One group of NB unpacked blocks times NT tokens from t0 on.
+template <class W, int NT, int NB>
+AEGIS_INLINE void tile(const TileArgs& args, Panel& panel, int t0, int64_t g) {
+  const float* x[NT];
+  for (int t = 0; t < NT; ++t) x[t] = args.x[t0 + t] + g * kGroup;
+  f32x16 acc[NT][NB];
+  alignas(64) float first[NT][NB][kLanes];
+  chain<NT, NB>(x, panel, 0, acc);
+  for (int t = 0; t < NT; ++t)
+    for (int n = 0; n < NB; ++n) store(first[t][n], acc[t][n]);
+  chain<NT, NB>(x, panel, 32, acc);
+  for (int t = 0; t < NT; ++t)
+    for (int n = 0; n < NB; ++n) {
+      float* total = panel.totals[t0 + t][n];
+      const f32x16 sum = add(load(first[t][n]), acc[t][n]);
+      store(total, fold<W>(sum, panel.scale[n], panel.bias[n], args.sums[t0 + t][g], load(total)));
+    }
+}
+
+template <class W, int NB>
+static void tiled_blocks(const TileArgs& args, int64_t rb, Panel& panel) {
+  const W policy;
+  const LinearDesc& w = *args.w;
+  const int64_t groups = w.groups(), step = w.block_nbytes();
+  const int64_t param = W::affine ? kLanes * w.number_nbytes() : 0;
+  for (int t = 0; t < args.tokens; ++t)
+    for (int n = 0; n < NB; ++n) store(panel.totals[t][n], zero());
+  for (int64_t g = 0; g < groups; ++g) {
+    for (int n = 0; n < NB; ++n) {
+      const uint8_t* block = w.data + (rb + n) * w.row_block_nbytes() + g * step;
+      float* codes = panel.codes[n];
+      for (int64_t line = 0; line < step; line += 64) prefetch(block + step + line);
+      policy.codes(block + 2 * param, [&](int k, f32x16 ca, f32x16 cb) AEGIS_LAMBDA {
+        store(codes + k * kLanes, ca);
+        store(codes + (k + 32) * kLanes, cb);
+      });
+      panel.scale[n] = W::affine ? load_number(block, w.dtype) : zero();
+      panel.bias[n] = W::affine ? load_number(block + param, w.dtype) : zero();
+    }
+    int t = 0;
+    for (; t + kTileTokens <= args.tokens; t += kTileTokens)
+      tile<W, kTileTokens, NB>(args, panel, t, g);
+    if (kTileTokens > 4)
+      for (; t + 4 <= args.tokens; t += 4) tile<W, 4, NB>(args, panel, t, g);
+    if (kTileTokens > 2)
+      for (; t + 2 <= args.tokens; t += 2) tile<W, 2, NB>(args, panel, t, g);
+    for (; t < args.tokens; ++t) tile<W, 1, NB>(args, panel, t, g);
+  }
+  for (int t = 0; t < args.tokens; ++t)
+    for (int n = 0; n < NB; ++n) emit(args, t, rb + n, load(panel.totals[t][n]));
+}
+
+template <class W>
+static void linear_of(const TileArgs& args) {
+  if (args.tokens == 1) return direct<W, 1>(args);
+  if (kDirectTokens >= 2 && args.tokens == 2) return direct<W, 2>(args);
+  if (kDirectTokens >= 3 && args.tokens == 3) return direct<W, 3>(args);
+  if (kDirectTokens >= 4 && args.tokens == 4) return direct<W, 4>(args);
+  Panel panel;
+  int64_t rb = args.block_begin;
+  for (; rb + kTileBlocks <= args.block_end; rb += kTileBlocks)
+    tiled_blocks<W, kTileBlocks>(args, rb, panel);
+  for (; rb < args.block_end; ++rb) tiled_blocks<W, 1>(args, rb, panel);
+}
+
+static void linear_tile(const TileArgs& args) {
+  switch (args.w->kind) {
+    case Kind::affine4:
+      return linear_of<Affine4>(args);
+    case Kind::affine3:
+      return linear_of<Affine3>(args);
+    case Kind::affine8:
+      return linear_of<Affine8>(args);
+    case Kind::dense:
+      break;
+  }
+  switch (args.w->dtype) {
+    case DType::bf16:
+      return linear_of<Dense<DType::bf16>>(args);
+    case DType::f16:
+      return linear_of<Dense<DType::f16>>(args);
+    case DType::f32:
+      return linear_of<Dense<DType::f32>>(args);
+  }
+}
+
+static void row_sums(const float* x, int64_t n, float* sums) {
+  for (int64_t g = 0; g < n / kGroup; ++g, x += kGroup) {
+    const f32x16 low = add(load(x), load(x + 16));
+    const f32x16 high = add(load(x + 32), load(x + 48));
+    sums[g] = reduce_add(add(low, high));
+  }
+}
+
+static void silu_mul(const float* gate, const float* up, float* out, int64_t n) {
+  for (int64_t i = 0; i < n; i += kLanes) store(out + i, mul(silu(load(gate + i)), load(up + i)));
+}
+
+static void axpy(float weight, const float* x, float* y, int64_t n) {
+  const f32x16 w = set1(weight);
+  for (int64_t i = 0; i < n; i += kLanes) store(y + i, fma(w, load(x + i), load(y + i)));
+}
+
+static void add_rows(const float* a, const float* b, float* out, int64_t n) {
+  for (int64_t i = 0; i < n; i += kLanes) store(out + i, add(load(a + i), load(b + i)));
+}
+
+static float sigmoid_of(float x) { return sigmoid1(x); }
+
+static float read_probe(const float* x, int64_t n) {
+  i32x16 r[4] = {izero(), izero(), izero(), izero()};
+  for (int64_t i = 0; i + 64 <= n; i += 64) {
+    for (int64_t j = 0; j < 4; ++j) {
+      prefetch(x + i + 16 * j + kPrefetchAhead / 4);
+      r[j] = ixor(r[j], iload(x + i + 16 * j));
+    }
+  }
+  return reduce_add(as_float(ixor(ixor(r[0], r[1]), ixor(r[2], r[3]))));
+}
+
+static int64_t fma_probe(int64_t rounds, float* sink) {
+#if defined(AEGIS_ISA_AVX512)
+  constexpr int kChains = 16;
+#else
+  constexpr int kChains = 6;
+#endif
+  f32x16 acc[kChains];
+  for (int i = 0; i < kChains; ++i) acc[i] = set1(sink[i]);
+  const f32x16 a = set1(sink[16]), b = set1(sink[17]);
+  for (int64_t r = 0; r < rounds; ++r) {
+    for (int i = 0; i < kChains; ++i) acc[i] = fma(acc[i], a, b);
+  }
+  f32x16 all = acc[0];
+  for (int i = 1; i < kChains; ++i) all = add(all, acc[i]);
+  sink[0] = reduce_add(all);
+  return rounds * kChains * kLanes;
+}
+
+static KernelTable make_table(const char* name) {
+  KernelTable table = {};
+  table.name = name;
+  table.linear_tile = linear_tile;
+  table.row_sums = row_sums;
+  table.silu_mul = silu_mul;
+  table.axpy = axpy;
+  table.add = add_rows;
+  table.sigmoid = sigmoid_of;
+  table.read_probe = read_probe;
+  table.fma_probe = fma_probe;
+  return table;
+}
+
+}  // namespace aegis::AEGIS_ISA

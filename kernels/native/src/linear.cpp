@@ -1,0 +1,69 @@
+#include "linear.h"
+
+#include <algorithm>
+
+#include "kernel_table.h"
+
+namespace aegis {
+
+namespace {
+
+constexpr int64_t kChunkNbytes = 48 << 10;   // one claim of weights
+constexpr int64_t kInlineNbytes = 48 << 10;  // weights times tokens not worth a dispatch
+constexpr int kMaxJobs = 8;
+
+// Row blocks of one claim: even, large enough to stream, small enough to balance the team.
+int64_t chunk_blocks(const LinearDesc& w, int team) {
+    const int64_t stream = kChunkNbytes / w.row_block_nbytes();
+    const int64_t balance = w.row_blocks() / (4 * team);
+    return std::max<int64_t>(2, std::min(stream, balance) / 2 * 2);
+}
+
+void run_tile(const LinearJob& job, int64_t begin, int64_t end, int64_t t0, int tokens) {
+    const float *x[kMaxTokens], *sums[kMaxTokens], *add[kMaxTokens];
+    float* out[kMaxTokens];
+    for (int t = 0; t < tokens; ++t) {
+        x[t] = job.in.x + (t0 + t) * job.in.ld;
+        sums[t] = job.in.sums + (t0 + t) * job.in.ld_sums;
+        out[t] = job.out + (t0 + t) * job.ld_out;
+        if (job.add) add[t] = job.add + (t0 + t) * job.ld_add;
+    }
+    TileArgs args{job.w, begin, end, tokens, x, sums, out};
+    args.add = job.add ? add : nullptr;
+    kernels().linear_tile(args);
+}
+
+}  // namespace
+
+void linear_phase(Team& team, const LinearJob* jobs, int count, int64_t tokens) {
+    int64_t chunk[kMaxJobs], items[kMaxJobs], per_panel = 0;
+    for (int j = 0; j < count; ++j) {
+        chunk[j] = chunk_blocks(*jobs[j].w, team.size);
+        items[j] = (jobs[j].w->row_blocks() + chunk[j] - 1) / chunk[j];
+        per_panel += items[j];
+    }
+    const int64_t panels = (tokens + kMaxTokens - 1) / kMaxTokens;
+    team.each(panels * per_panel, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t item = begin; item < end; ++item) {
+            const int64_t t0 = item / per_panel * kMaxTokens;
+            int64_t local = item % per_panel;
+            int j = 0;
+            while (local >= items[j]) local -= items[j++];
+            const int64_t first = local * chunk[j];
+            const int64_t last = std::min(first + chunk[j], jobs[j].w->row_blocks());
+            run_tile(jobs[j], first, last, t0, static_cast<int>(std::min<int64_t>(kMaxTokens, tokens - t0)));
+        }
+    });
+}
+
+void linear(Pool& pool, const LinearJob* jobs, int count, int64_t tokens) {
+    int64_t work = 0;
+    for (int j = 0; j < count; ++j) work += jobs[j].w->nbytes() * tokens;
+    auto body = [&](Team& team) { linear_phase(team, jobs, count, tokens); };
+    if (work < kInlineNbytes)
+        Pool::run_inline(body);
+    else
+        pool.run(body);
+}
+
+}  // namespace aegis

@@ -1,0 +1,16 @@
+#include <nanobind/nanobind.h>
+
+namespace nb = nanobind;
+
+void bind_linear(nb::module_& m);
+void bind_experts(nb::module_& m);
+void bind_attention(nb::module_& m);
+void bind_read_pool(nb::module_& m);
+
+NB_MODULE(_native, m) {
+    m.doc() = "CPU kernels: linear layers, experts, attention, routing and direct reads.";
+    bind_linear(m);
+    bind_experts(m);
+    bind_attention(m);
+    bind_read_pool(m);
+}
