@@ -1,0 +1,35 @@
+"""Backends are found by name, in order, and say why they cannot run."""
+
+import sys
+
+import pytest
+
+from aegis.kernels import registry
+from aegis.kernels.base import BackendUnavailableError
+
+
+def test_backends_are_listed_in_order_of_preference() -> None:
+    assert [name for name, _ in registry.available()] == ["mlx", "native", "reference"]
+
+
+def test_the_reference_backend_can_always_run() -> None:
+    assert registry.reason("reference") is None
+    assert registry.create("reference").name == "reference"
+
+
+def test_an_unavailable_backend_says_why() -> None:
+    assert "not part of this version" in str(registry.reason("mlx"))
+    with pytest.raises(BackendUnavailableError, match="not part of this version"):
+        registry.create("mlx")
+
+
+def test_auto_falls_back_to_what_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "aegis.kernels.native._native", None)
+    assert "C++17 compiler" in str(registry.reason("native"))
+    assert registry.resolve() == "reference"
+    assert registry.create().name == "reference"
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(BackendUnavailableError, match="use auto, mlx, native, reference"):
+        registry.create("cuda")
