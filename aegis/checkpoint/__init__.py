@@ -1,0 +1,1 @@
+"""Reading checkpoints (config, safetensors headers, shards) and converted stores."""

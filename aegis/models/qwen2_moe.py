@@ -17,6 +17,7 @@ from aegis.models.layers import (
 
 if TYPE_CHECKING:
     from aegis.checkpoint.config import ModelConfig
+    from aegis.convert.names import ResidentName, TensorMap
 
 
 def shape(config: ModelConfig) -> ModelShape:
@@ -39,6 +40,59 @@ def shape(config: ModelConfig) -> ModelShape:
         max_position_embeddings=config.int("max_position_embeddings"),
         tie_word_embeddings=config.bool("tie_word_embeddings", False),
     )
+
+
+def tensor_map(config: ModelConfig) -> TensorMap:
+    """Names and shapes of every tensor of the checkpoint."""
+    from aegis.convert.names import ExpertNames, ResidentName, TensorMap
+
+    sizes = shape(config)
+    hidden, width = sizes.hidden_size, sizes.moe_intermediate_size
+    resident = [ResidentName("embed_tokens", (sizes.vocab_size, hidden))]
+    for layer in range(sizes.num_hidden_layers):
+        resident += _layer_names(f"layers.{layer}.", sizes, config.bool("qkv_bias", True))
+    resident.append(ResidentName("norm", (hidden,)))
+    if not sizes.tie_word_embeddings:
+        resident.append(ResidentName("lm_head", (sizes.vocab_size, hidden)))
+    tied = (r"lm_head\..*",) if sizes.tie_word_embeddings else ()
+    experts = ExpertNames(
+        layers=sizes.moe_layers,
+        num_experts=sizes.num_experts,
+        shapes={
+            "gate_proj": (width, hidden),
+            "up_proj": (width, hidden),
+            "down_proj": (hidden, width),
+        },
+        stacked="layers.{layer}.mlp.switch_mlp.{part}",
+        separate="layers.{layer}.mlp.experts.{expert}.{part}",
+    )
+    return TensorMap(tuple(resident), experts, ignored=(*TensorMap.ignored, *tied))
+
+
+def _layer_names(prefix: str, sizes: ModelShape, qkv_bias: bool) -> list[ResidentName]:
+    """Resident tensors of one layer, in the order they are used."""
+    from aegis.convert.names import ResidentName
+
+    hidden, shared = sizes.hidden_size, sizes.shared_expert_intermediate_size
+    heads = {
+        "q": sizes.num_attention_heads * sizes.head_dim,
+        "k": sizes.num_key_value_heads * sizes.head_dim,
+        "v": sizes.num_key_value_heads * sizes.head_dim,
+    }
+    shapes: dict[str, tuple[int, ...]] = {"input_layernorm": (hidden,)}
+    for p, rows in heads.items():
+        shapes[f"self_attn.{p}_proj"] = (rows, hidden)
+        if qkv_bias:
+            shapes[f"self_attn.{p}_proj.bias"] = (rows,)
+    shapes["self_attn.o_proj"] = (hidden, heads["q"])
+    shapes["post_attention_layernorm"] = (hidden,)
+    shapes["mlp.gate"] = (sizes.num_experts, hidden)
+    if shared:
+        shapes["mlp.shared_expert.gate_proj"] = (shared, hidden)
+        shapes["mlp.shared_expert.up_proj"] = (shared, hidden)
+        shapes["mlp.shared_expert.down_proj"] = (hidden, shared)
+        shapes["mlp.shared_expert_gate"] = (1, hidden)
+    return [ResidentName(prefix + name, shape) for name, shape in shapes.items()]
 
 
 def build(config: ModelConfig, parts: Parts) -> Decoder:

@@ -1,0 +1,189 @@
+"""Reading and writing files without leaving anything in the page cache.
+
+On Linux files are opened with O_DIRECT, on macOS with F_NOCACHE. Where the file system refuses,
+the same calls go through the page cache and drop the pages at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import sys
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+ALIGN = 4096
+PIECE_NBYTES = 1 << 20
+"""Default size of one read or write."""
+
+U8 = NDArray[np.uint8]
+
+
+def aligned_buffer(nbytes: int) -> U8:
+    """Page-aligned anonymous memory, zeroed, private to the process."""
+    size = max(nbytes, 1)
+    if sys.platform == "win32":
+        raise OSError("aegis needs Linux or macOS")
+    return np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+
+
+def open_uncached(path: Path, flags: int) -> tuple[int, bool]:
+    """A file descriptor, and whether it bypasses the page cache."""
+    flags |= os.O_CLOEXEC
+    direct = getattr(os, "O_DIRECT", 0)
+    if direct:
+        try:
+            return os.open(path, flags | direct, 0o644), True
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
+    fd = os.open(path, flags, 0o644)
+    if sys.platform == "darwin":
+        import fcntl
+
+        fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)
+    return fd, False
+
+
+def drop_pages(fd: int, offset: int = 0, nbytes: int = 0) -> None:
+    """Ask the kernel to forget cached pages of a file (all of it by default)."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+class UncachedReader:
+    """Reads byte ranges of a file through one small window of its own."""
+
+    def __init__(self, path: Path, window_nbytes: int = PIECE_NBYTES) -> None:
+        self._path = path
+        self._fd, self._direct = open_uncached(path, os.O_RDONLY)
+        self._window = aligned_buffer(-(-window_nbytes // ALIGN) * ALIGN + ALIGN)
+        self._start = self._end = 0
+
+    def __enter__(self) -> UncachedReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def read_into(self, offset: int, out: U8) -> None:
+        """Fill ``out`` with the bytes at ``offset``.
+
+        Raises:
+            EOFError: the file ends before.
+            OSError: reading failed.
+        """
+        done = 0
+        while done < out.size:
+            if not self._start <= offset + done < self._end:
+                self._load(offset + done, out.size - done)
+            begin = offset + done - self._start
+            count = min(out.size - done, self._end - self._start - begin)
+            out[done : done + count] = self._window[begin : begin + count]
+            done += count
+
+    def _load(self, offset: int, wanted: int) -> None:
+        """Move the window to ``offset``; it may hold more than is wanted for the next call."""
+        start = offset // ALIGN * ALIGN
+        self._start = self._end = start
+        filled = 0
+        while start + filled <= offset:
+            got = os.preadv(self._fd, [self._window[filled:].data], start + filled)
+            filled += got
+            if not self._direct:
+                drop_pages(self._fd, start, filled)
+            if got == 0 or (got % ALIGN and start + filled <= offset):
+                raise EOFError(f"{self._path} ends before byte {offset + wanted}")
+        self._end = start + filled
+
+
+class UncachedWriter:
+    """Writes a new file from start to end through an aligned buffer.
+
+    What is written must add up to a multiple of 4096 bytes before ``close``.
+    """
+
+    def __init__(self, path: Path, buffer_nbytes: int = PIECE_NBYTES) -> None:
+        self._fd, self._direct = open_uncached(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        self._buffer = aligned_buffer(buffer_nbytes // ALIGN * ALIGN)
+        self._fill = 0
+        self._on_disk = 0
+        self.written = 0
+        """Bytes taken so far, buffered ones included."""
+
+    def __enter__(self) -> UncachedWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        elif self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def write(self, data: U8) -> None:
+        """Append bytes."""
+        done = 0
+        while done < data.size:
+            count = min(data.size - done, self._buffer.size - self._fill)
+            self._buffer[self._fill : self._fill + count] = data[done : done + count]
+            self._fill += count
+            done += count
+            if self._fill == self._buffer.size:
+                self._flush()
+        self.written += data.size
+
+    def pad_to(self, alignment: int) -> None:
+        """Append zeros up to a multiple of ``alignment``."""
+        missing = -self.written % alignment
+        if missing:
+            self.write(np.zeros(missing, dtype=np.uint8))
+
+    def _flush(self) -> None:
+        view = self._buffer[: self._fill].data
+        while view:
+            count = os.pwrite(self._fd, view, self._on_disk)
+            view = view[count:]
+            self._on_disk += count
+        self._fill = 0
+        if not self._direct:
+            os.fdatasync(self._fd) if hasattr(os, "fdatasync") else os.fsync(self._fd)
+            drop_pages(self._fd)
+
+    def close(self) -> None:
+        """Write what is buffered and wait until everything is on the disk."""
+        try:
+            self._flush()
+            os.fsync(self._fd)
+        finally:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def sync_folder(path: Path) -> None:
+    """Make creations and renames in a folder durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,154 @@
+"""A converted store: opened, checked against the file system, its resident part loaded."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aegis.checkpoint.layout import ExpertBits, ResidentTensor, StoreLayout
+from aegis.checkpoint.manifest import Manifest, decode
+from aegis.errors import StoreError
+from aegis.kernels.base import Weight
+from aegis.kernels.sizes import RESIDENT_ALIGN, align_up
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from aegis.checkpoint.fileio import UncachedReader
+
+MANIFEST = "store.json"
+RESIDENT = "resident.bin"
+EXPERT_FOLDERS: dict[ExpertBits, str] = {"4bit": "experts", "3bit": "experts-3bit"}
+
+_PIECE_NBYTES = 1 << 20
+
+
+def is_store(path: str | Path) -> bool:
+    """Whether a folder is a converted store (rather than a checkpoint)."""
+    return (Path(path) / MANIFEST).is_file()
+
+
+def expert_file(folder: Path, layer: int, experts: ExpertBits = "4bit") -> Path:
+    """The file with a model layer's expert records."""
+    return folder / EXPERT_FOLDERS[experts] / f"layer_{layer:03d}.bin"
+
+
+@dataclass(frozen=True)
+class Store:
+    """An opened store. Nothing but store.json has been read."""
+
+    path: Path
+    manifest: Manifest
+    verify_resident: bool = True
+
+    @classmethod
+    def open(cls, path: str | Path, verify_resident: bool = True) -> Store:
+        """Read store.json, check it and every file's size.
+
+        ``verify_resident``: whether ``load_resident`` checks each tensor's checksum.
+
+        Raises:
+            StoreError: the folder is no store, or damaged, or of another version.
+        """
+        folder = Path(path)
+        try:
+            data = (folder / MANIFEST).read_bytes()
+        except OSError as error:
+            raise StoreError(f"{folder} is not a store: {MANIFEST}: {error.strerror}") from error
+        store = cls(folder, decode(data, str(folder / MANIFEST)), verify_resident)
+        store._check_sizes()
+        return store
+
+    @property
+    def layout(self) -> StoreLayout:
+        """Sizes and places of everything in the store."""
+        return self.manifest.layout
+
+    @property
+    def has_3bit(self) -> bool:
+        """Whether the store holds 3-bit expert files too."""
+        return self.manifest.experts_3bit_crc32 is not None
+
+    @property
+    def resident_path(self) -> Path:
+        """The file with every tensor that is not an expert's."""
+        return self.path / RESIDENT
+
+    def expert_paths(self, experts: ExpertBits = "4bit") -> list[Path]:
+        """One file per MoE layer, in the order of ``layout.moe_layers``.
+
+        Raises:
+            StoreError: 3-bit files are asked for and not there.
+        """
+        if experts == "3bit" and not self.has_3bit:
+            raise StoreError(
+                f"{self.path} has no 3-bit experts; make them with"
+                f" 'aegis convert --experts 3bit {self.path}'"
+            )
+        return [expert_file(self.path, layer, experts) for layer in self.layout.moe_layers]
+
+    def _check_sizes(self) -> None:
+        expected = {self.path / name: size for name, size in self.manifest.files.items()}
+        expected[self.resident_path] = self.layout.resident_file_nbytes
+        kinds: list[ExpertBits] = ["4bit", "3bit"] if self.has_3bit else ["4bit"]
+        for kind in kinds:
+            size = self.layout.num_experts * self.layout.geometry(kind).stride
+            expected.update(dict.fromkeys(self.expert_paths(kind), size))
+        for file, size in expected.items():
+            try:
+                actual = file.stat().st_size
+            except OSError as error:
+                raise StoreError(
+                    f"{file} cannot be read ({error.strerror}); convert the model again"
+                ) from error
+            if actual != size:
+                raise StoreError(
+                    f"{file} has {actual} bytes, but the store says {size}; convert the model again"
+                )
+
+    def load_resident(
+        self, buffer: NDArray[np.uint8], skip_names: Collection[str] = ()
+    ) -> dict[str, Weight]:
+        """Read every resident tensor but ``skip_names`` into ``buffer``, in file order.
+
+        ``buffer`` has at least ``layout.resident_nbytes(skip_names)`` bytes; each tensor starts on
+        a multiple of 64 in it. Checksums are verified as the bytes arrive.
+
+        Raises:
+            StoreError: a tensor is damaged.
+        """
+        from aegis.checkpoint.fileio import UncachedReader
+
+        if buffer.size < self.layout.resident_nbytes(skip_names):
+            raise ValueError("the buffer is smaller than layout.resident_nbytes says")
+        weights, start = {}, 0
+        with UncachedReader(self.resident_path, _PIECE_NBYTES) as reader:
+            for name, tensor in self.layout.resident.items():
+                if name in skip_names:
+                    continue
+                data = buffer[start : start + tensor.nbytes]
+                self._load_tensor(reader, tensor, data)
+                weights[name] = Weight(tensor.shape, tensor.format, self.layout.layout, data)
+                start = align_up(start + tensor.nbytes, RESIDENT_ALIGN)
+        return weights
+
+    def _load_tensor(
+        self, reader: UncachedReader, tensor: ResidentTensor, out: NDArray[np.uint8]
+    ) -> None:
+        crc = 0
+        try:
+            for start in range(0, out.size, _PIECE_NBYTES):
+                piece = out[start : start + _PIECE_NBYTES]
+                reader.read_into(tensor.offset + start, piece)
+                crc = zlib.crc32(piece.data, crc) if self.verify_resident else crc
+        except (OSError, EOFError) as error:
+            raise StoreError(f"{self.resident_path} cannot be read: {error}") from error
+        if self.verify_resident and crc != self.manifest.resident_crc32[tensor.name]:
+            raise StoreError(
+                f"{self.resident_path}: the tensor {tensor.name} is damaged (checksum mismatch);"
+                " convert the model again"
+            )

@@ -1,0 +1,244 @@
+"""From a checkpoint's tensor names to store names, with nothing missing and nothing left over.
+
+A family describes what it needs as a ``TensorMap``; ``resolve`` finds every tensor in the
+checkpoint, checks shapes and types, and refuses anything that is neither used nor ignorable.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from aegis.checkpoint.config import QuantSpec
+from aegis.checkpoint.layout import PARTS
+from aegis.checkpoint.safetensors import TensorInfo
+from aegis.checkpoint.source import Checkpoint
+from aegis.errors import CheckpointError
+from aegis.kernels.base import Format
+from aegis.kernels.sizes import FormatError, check_format
+
+_DTYPES = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
+
+
+@dataclass(frozen=True)
+class ResidentName:
+    """A tensor that stays in memory.
+
+    ``source`` is its name in the checkpoint without prefix, where that differs from the store's.
+    A name that ends in ``.bias`` is a tensor itself, any other a module with a ``.weight``.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    source: str = ""
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """The routed experts: stacked in one tensor per matrix, or one module per expert.
+
+    The templates have the fields ``{layer}``, ``{part}`` and (separate) ``{expert}``.
+    """
+
+    layers: tuple[int, ...]
+    num_experts: int
+    shapes: Mapping[str, tuple[int, int]]
+    """(out, in) of gate_proj, up_proj and down_proj."""
+    stacked: str
+    separate: str
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """All tensors of a model family."""
+
+    resident: tuple[ResidentName, ...]
+    experts: ExpertNames
+    prefixes: tuple[str, ...] = ("language_model.", "model.")
+    """Stripped from checkpoint names, each once, in this order."""
+    ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
+    """Patterns of names, without prefix, that a checkpoint may hold and nobody needs."""
+
+
+@dataclass(frozen=True)
+class SourceWeight:
+    """A weight in the checkpoint: one tensor if dense; code words, scales, biases if affine.
+
+    Stacked experts are one weight whose rows are those of all experts.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    format: Format
+    tensors: tuple[TensorInfo, ...]
+
+    def row_nbytes(self, part: int) -> int:
+        """Bytes of one row of one of the tensors."""
+        return self.tensors[part].nbytes // self.shape[0]
+
+
+@dataclass(frozen=True)
+class ExpertSource:
+    """One matrix of one layer's experts: one stacked weight, or one weight per expert."""
+
+    weights: tuple[SourceWeight, ...]
+    rows: int
+    """Rows of one expert."""
+
+    def of(self, expert: int) -> tuple[SourceWeight, int]:
+        """The weight that holds an expert, and the expert's first row in it."""
+        if len(self.weights) == 1:
+            return self.weights[0], expert * self.rows
+        return self.weights[expert], 0
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Where everything that a store needs lies in the checkpoint."""
+
+    resident: dict[str, SourceWeight]
+    experts: dict[int, dict[str, ExpertSource]]
+    """By model layer, then by matrix."""
+
+
+def resolve(checkpoint: Checkpoint, tensor_map: TensorMap) -> Resolved:
+    """Find and check every tensor.
+
+    Raises:
+        CheckpointError: naming the tensor that is missing, left over, or of another shape or type.
+    """
+    finder = _Finder(checkpoint, tensor_map)
+    resident = {}
+    for entry in tensor_map.resident:
+        source = entry.source or entry.name
+        if entry.optional and not finder.has(source):
+            continue
+        resident[entry.name] = finder.weight(source, entry.shape)
+    names = tensor_map.experts
+    experts = {
+        layer: {part: finder.experts(names, layer, part) for part in PARTS}
+        for layer in names.layers
+    }
+    finder.refuse_leftovers()
+    return Resolved(resident, experts)
+
+
+class _Finder:
+    """Looks tensors up by name without prefix and remembers which were used."""
+
+    def __init__(self, checkpoint: Checkpoint, tensor_map: TensorMap) -> None:
+        self._path = checkpoint.path
+        self._quantization = checkpoint.config.quantization
+        self._ignored = [re.compile(pattern) for pattern in tensor_map.ignored]
+        self._tensors: dict[str, TensorInfo] = {}
+        self._used: set[str] = set()
+        for tensor in checkpoint.tensors.values():
+            name = tensor.name
+            for prefix in tensor_map.prefixes:
+                name = name.removeprefix(prefix)
+            if name in self._tensors:
+                raise CheckpointError(
+                    f"{self._path} holds both {self._tensors[name].name} and {tensor.name},"
+                    " which are the same tensor"
+                )
+            self._tensors[name] = tensor
+
+    def has(self, source: str) -> bool:
+        return (source if source.endswith(".bias") else f"{source}.weight") in self._tensors
+
+    def _take(self, name: str) -> TensorInfo:
+        if name not in self._tensors:
+            raise CheckpointError(
+                f"{self._path} lacks the tensor {name}; the checkpoint is incomplete"
+            )
+        self._used.add(name)
+        return self._tensors[name]
+
+    def weight(self, source: str, shape: tuple[int, ...], stack: int = 0) -> SourceWeight:
+        """A vector or matrix; ``stack`` > 0: that many matrices in one tensor."""
+        name = source if source.endswith(".bias") else f"{source}.weight"
+        tensor = self._take(name)
+        lead = (stack,) if stack else ()
+        rows = (stack or 1) * shape[0]
+        if f"{source}.scales" not in self._tensors or source.endswith(".bias"):
+            _check_tensor(tensor, (*lead, *shape), tuple(_DTYPES))
+            fmt = Format("dense", _DTYPES[tensor.dtype])  # type: ignore[arg-type]
+            return SourceWeight(tensor.name, (rows, *shape[1:]), fmt, (tensor,))
+        scales, biases = self._take(f"{source}.scales"), self._take(f"{source}.biases")
+        spec = self._spec(tensor)
+        _check_affine(tensor, scales, biases, (*lead, *shape), spec)
+        dtype = _DTYPES[scales.dtype]
+        fmt = Format("affine", dtype, spec.bits, spec.group_size)  # type: ignore[arg-type]
+        return SourceWeight(tensor.name, (rows, *shape[1:]), fmt, (tensor, scales, biases))
+
+    def _spec(self, tensor: TensorInfo) -> QuantSpec:
+        module = tensor.name.removesuffix(".weight")
+        spec = self._quantization.of(module) if self._quantization else None
+        if spec is None:
+            raise CheckpointError(
+                f"{tensor.name} is quantised, but config.json has no quantization entry for it"
+            )
+        return spec
+
+    def experts(self, names: ExpertNames, layer: int, part: str) -> ExpertSource:
+        """One matrix of a layer's experts, in whichever spelling the checkpoint has."""
+        shape = names.shapes[part]
+        stacked = names.stacked.format(layer=layer, part=part)
+        if self.has(stacked):
+            return ExpertSource((self.weight(stacked, shape, names.num_experts),), shape[0])
+        separate = [
+            names.separate.format(layer=layer, part=part, expert=expert)
+            for expert in range(names.num_experts)
+        ]
+        if not any(map(self.has, separate)):
+            raise CheckpointError(
+                f"{self._path} lacks the experts of layer {layer}: neither {stacked}.weight nor"
+                f" {separate[0]}.weight is there"
+            )
+        return ExpertSource(tuple(self.weight(name, shape) for name in separate), shape[0])
+
+    def refuse_leftovers(self) -> None:
+        for name in sorted(self._tensors.keys() - self._used):
+            if not any(pattern.fullmatch(name) for pattern in self._ignored):
+                raise CheckpointError(
+                    f"{self._path} holds {self._tensors[name].name}, which a model of this family"
+                    " does not use; the config or the checkpoint is of another model"
+                )
+
+
+def _check_tensor(tensor: TensorInfo, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
+    if tensor.dtype not in dtypes:
+        raise CheckpointError(
+            f"{tensor.name} is stored as {tensor.dtype}; expected {' or '.join(dtypes)}"
+        )
+    if tensor.shape != shape:
+        raise CheckpointError(
+            f"{tensor.name} has the shape {list(tensor.shape)}; the config says {list(shape)}"
+        )
+
+
+def _check_affine(
+    tensor: TensorInfo,
+    scales: TensorInfo,
+    biases: TensorInfo,
+    shape: tuple[int, ...],
+    spec: QuantSpec,
+) -> None:
+    try:
+        check_format(shape[-2:], Format("affine", "bf16", spec.bits, spec.group_size), "row")
+    except FormatError as error:
+        raise CheckpointError(f"{tensor.name} cannot be read: {error}") from None
+    *lead, cols = shape
+    if tensor.dtype == "U32" and tensor.shape != (*lead, cols * spec.bits // 32):
+        raise CheckpointError(
+            f"{tensor.name} has the shape {list(tensor.shape)}; {spec.bits}-bit codes of"
+            f" {list(shape)} take {[*lead, cols * spec.bits // 32]}: the quantization entry of"
+            " config.json or the file is wrong"
+        )
+    _check_tensor(tensor, (*lead, cols * spec.bits // 32), ("U32",))
+    for params in (scales, biases):
+        _check_tensor(params, (*lead, cols // spec.group_size), tuple(_DTYPES))
+    if biases.dtype != scales.dtype:
+        raise CheckpointError(f"{biases.name} is {biases.dtype}, but its scales are {scales.dtype}")
