@@ -1,4 +1,4 @@
-"""Choosing the next token from logits: greedy, or seeded sampling that is the same on every machine.
+"""Choosing the next token from logits: greedy, or sampling that a seed repeats on any machine.
 
 Order, as in mlx-lm: repetition penalty, then top-p, min-p and top-k on the distribution at
 temperature 1, then temperature on what is left. The three filters each keep a head of the same
@@ -178,12 +178,14 @@ def _total(logits: Floats, peak: float, temperature: float) -> float:
 def _ranked(logits: Floats, size: int) -> Ids:
     """Return the size best ids, by logit descending then id ascending.
 
-    A partition finds the smallest logit wanted; which of several equal ones it puts first differs
-    between processors, so the ids are picked by value and order instead.
+    The size-th largest of many column maxima is a lower bound that few logits reach, and finding
+    it is cheap; which of several equal logits a partition puts first would differ by processor.
     """
-    if size < logits.size:
-        border = np.partition(logits, logits.size - size)[logits.size - size]
-        ids = np.flatnonzero(logits >= border)
+    columns = max(1024, 8 * size)
+    if columns < logits.size:
+        rows = logits.size // columns
+        maxima = logits[: rows * columns].reshape(rows, columns).max(axis=0)
+        ids = np.flatnonzero(logits >= np.partition(maxima, columns - size)[columns - size])
     else:
         ids = np.arange(logits.size)
     return ids[np.argsort(-logits[ids], kind="stable")][:size]

@@ -1,0 +1,161 @@
+"""Reads tokenizer.json with little memory: the library alone peaks at a dozen times the file size.
+
+The library parses the vocabulary and merges of a BPE model into a tree of JSON values first. It
+also reads them from a vocab.json and a merges.txt, line by line; so the two sections are cut out
+of the file as bytes, handed over that way, and the small rest is parsed as usual. Whatever does
+not fit this scheme (other models, merges that contain blanks) goes through the library's reader.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aegis.errors import TokenizerError
+
+# A thread pool would take memory outside the plan; both are read when tokenizers first needs one.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("RAYON_NUM_THREADS", "1")
+
+if TYPE_CHECKING:
+    import tokenizers
+
+_STRING = rb'"(?:[^"\\]++|\\.)*+"'
+_VOCAB = re.compile(rb'"vocab"\s*+:\s*+(\{(?:[^"{}]++|' + _STRING + rb")*+\})", re.DOTALL)
+_MERGES = re.compile(
+    rb'"merges"\s*+:\s*+(\[(?:[^"\[\]]++|%b|\[(?:[^"\[\]]++|%b)*+\])*+\])' % (_STRING, _STRING),
+    re.DOTALL,
+)
+_PAIR = re.compile(rb"\[\s*+(%b)\s*+,\s*+(%b)\s*+\]" % (_STRING, _STRING), re.DOTALL)
+_LINE = re.compile(_STRING, re.DOTALL)
+_OPTIONS = (
+    "dropout",
+    "unk_token",
+    "continuing_subword_prefix",
+    "end_of_word_suffix",
+    "fuse_unk",
+    "byte_fallback",
+    "ignore_merges",
+)
+_CACHED_WORDS = 1024  # the library's default of 10000 is some MiB; a prompt is encoded once
+_LINES_AT_ONCE = 4096
+
+
+class _OtherPathError(Exception):
+    """The file does not fit the low-memory scheme; the library's own reader takes it."""
+
+
+def load(path: Path) -> tokenizers.Tokenizer:
+    """Load tokenizer.json; TokenizerError where it is missing or damaged."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise TokenizerError(
+            f"{path} cannot be read ({error.strerror}); a model folder needs the tokenizer.json it "
+            "was published with, so copy or download it into the folder."
+        ) from error
+    try:
+        with tempfile.TemporaryDirectory(prefix="aegis-") as folder:
+            head = _split(data, Path(folder))
+            del data
+            return _assemble(head, Path(folder))
+    except (_OtherPathError, OSError):
+        return _load_whole(path)
+
+
+def _load_whole(path: Path) -> tokenizers.Tokenizer:
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise TokenizerError(
+            f"{path} is not a tokenizer that can be read ({error}); download it again."
+        ) from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _split(data: bytes, folder: Path) -> dict[str, Any]:
+    """Write vocab.json and merges.txt; return the rest of the file, with both sections empty."""
+    model = re.search(rb'"model"\s*+:\s*+\{', data)
+    vocab = _VOCAB.search(data, model.end()) if model else None
+    merges = _MERGES.search(data, vocab.end()) if vocab else None
+    if vocab is None or merges is None:
+        raise _OtherPathError
+    before, between = data[: vocab.start(1)], data[vocab.end(1) : merges.start(1)]
+    rest = b"".join((before, b"{}", between, b"[]", data[merges.end(1) :]))
+    head = _parse(rest)
+    view = memoryview(data)
+    (folder / "vocab.json").write_bytes(view[vocab.start(1) : vocab.end(1)])
+    with (folder / "merges.txt").open("wb") as file:
+        for lines in _merge_lines(data, *merges.span(1)):
+            file.write(lines)
+    return head
+
+
+def _parse(rest: bytes) -> dict[str, Any]:
+    try:
+        head = json.loads(rest)
+        model = head["model"]
+        known = model["type"] == "BPE" and set(model) <= {"type", "vocab", "merges", *_OPTIONS}
+        emptied = model["vocab"] == {} and model["merges"] == []
+    except (ValueError, LookupError, TypeError) as error:
+        raise _OtherPathError from error
+    if not (known and emptied):
+        raise _OtherPathError
+    return dict(head)
+
+
+def _merge_lines(data: bytes, start: int, end: int) -> Iterator[bytes]:
+    """Yield the merges as lines "left right", a few thousand at a time."""
+    batch: list[bytes] = []
+    paired = _PAIR.search(data, start, end) is not None
+    for found in (_PAIR if paired else _LINE).finditer(data, start, end):
+        parts = found.groups() if paired else (found.group(),)
+        line = b" ".join(map(_plain, parts))
+        if line.count(b" ") != 1 or b"\n" in line or b"\r" in line or line.startswith(b"#version"):
+            raise _OtherPathError
+        batch.append(line)
+        if len(batch) == _LINES_AT_ONCE:
+            yield b"\n".join(batch) + b"\n"
+            batch.clear()
+    yield b"\n".join(batch)
+
+
+def _plain(quoted: bytes) -> bytes:
+    if b"\\" not in quoted:
+        return quoted[1:-1]
+    return str(json.loads(quoted)).encode()
+
+
+def _assemble(head: dict[str, Any], folder: Path) -> tokenizers.Tokenizer:
+    """Build the tokenizer as the library's reader would: model first, then the added tokens."""
+    from tokenizers import AddedToken, Tokenizer
+    from tokenizers.models import BPE
+
+    declared = head["added_tokens"] or []
+    options = {name: head["model"][name] for name in _OPTIONS if name in head["model"]}
+    bare = {**head, "added_tokens": [], "truncation": None, "padding": None}
+    try:
+        tokenizer = Tokenizer.from_str(json.dumps(bare))
+        tokenizer.model = BPE.from_file(
+            str(folder / "vocab.json"),
+            str(folder / "merges.txt"),
+            cache_capacity=_CACHED_WORDS,
+            **options,
+        )
+        tokenizer.add_tokens(
+            [AddedToken(**{k: v for k, v in token.items() if k != "id"}) for token in declared]
+        )
+    except Exception as error:  # the library raises bare Exception; its own reader has the say
+        raise _OtherPathError from error
+    if any(tokenizer.token_to_id(token["content"]) != token["id"] for token in declared):
+        raise _OtherPathError
+    return tokenizer
