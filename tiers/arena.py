@@ -36,7 +36,7 @@ class Arena:
     def __init__(self, nbytes: int) -> None:
         """Reserve and touch ``nbytes`` (rounded up to a page); raises ArenaError."""
         if nbytes <= 0:
-            raise ArenaError(f"an arena of {nbytes} bytes was asked for; it needs at least one byte")
+            raise ArenaError(f"an arena of {nbytes} bytes was asked for; ask for at least one")
         self.nbytes = _round_up(nbytes, PAGE_NBYTES)
         self.used_nbytes = 0
         self.released_nbytes = 0
@@ -109,7 +109,7 @@ class Arena:
         return dict(self._regions)
 
     def release_tail(self, nbytes: int) -> int:
-        """Give the last ``nbytes`` back as far as whole 2 MiB ranges (and the small-page tail) allow.
+        """Give the last ``nbytes`` back, as far as whole 2 MiB ranges and the small tail allow.
 
         The figure is a level, not a step: a smaller one than before changes nothing. Returns how
         much is released now. Contents there are lost; nobody may touch them until restored."""

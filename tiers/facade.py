@@ -5,59 +5,26 @@ Not thread-safe: one thread calls it, the read pool's threads only fill memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
 
-from aegis.tiers.read_pool import ReadPool
-from aegis.tiers.slots import SlotPool
+from aegis.tiers.acquisition import Acquisition
+from aegis.tiers.guess import Guesser
+from aegis.tiers.hot_tier import HotTier
+from aegis.tiers.policy import open_policy
+from aegis.tiers.prefetch import ReadQueue
+from aegis.tiers.read_pool import ReadPool, open_read_pool
+from aegis.tiers.slots import NOWHERE, READING, SlotPool
+from aegis.tiers.staging import LayerVisit, Staging
 from aegis.tiers.stats import TierStats
 from aegis.tiers.store import ExpertFiles
-
-Batch = tuple[NDArray[np.int32], NDArray[np.int32]]
-"""(experts ascending, the slot of each), both int32 of equal length."""
-
-
-class Acquisition:
-    """The chosen experts of one layer, pinned until ``release``. A context manager."""
-
-    complete: bool
-    """Every chosen expert has been handed out by ``ready`` or ``wait``."""
-
-    def ready(self) -> Batch:
-        """What is there now and was not handed out before; never blocks, may be empty."""
-        raise NotImplementedError
-
-    def wait(self) -> Batch:
-        """Block until more arrive and hand them out; empty once ``complete``.
-
-        Raises ReadError; calling ``wait`` again retries that read, ``release`` gives up."""
-        raise NotImplementedError
-
-    def release(self) -> None:
-        """Unpin, count the choice and let the policy decide who stays. Idempotent."""
-        raise NotImplementedError
-
-    def __enter__(self) -> Acquisition:
-        raise NotImplementedError
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        raise NotImplementedError
 
 
 class ExpertTiers:
     """Experts in slots, fetched on demand, guessed ahead, kept by a policy."""
-
-    stats: TierStats
-    candidates: int
-    """How many experts to ask of the router for a guess (0: the guess needs none)."""
 
     def __init__(
         self,
@@ -73,25 +40,106 @@ class ExpertTiers:
         pool: ReadPool | None = None,
         seed: int = 0,
     ) -> None:
-        """slots: all of them, hot and staging together. ``staging_slots`` of these serve prefill and
-        belong to the hot tier otherwise. policy: lfu, lru, random. guess: cross-layer, previous,
-        none. pool: shared read pool (stays open at close); None opens one of ``io_threads``."""
-        raise NotImplementedError
+        """slots: all of them, hot and staging together. ``staging_slots`` of these serve prefill
+        and belong to the hot tier otherwise. policy: lfu, lru, random. guess: cross-layer,
+        previous, none. pool: shared (stays open at close); None opens one of ``io_threads``."""
+        _check_sizes(files, slots, num_experts_per_tok, staging_slots)
+        self.files = files
+        self.slots = slots
+        self.stats = TierStats(files.num_layers)
+        self._num_experts = files.num_experts
+        self._num_experts_per_tok = num_experts_per_tok
+        self._guesser = Guesser(
+            guess, guess_width, files.num_layers, files.num_experts, num_experts_per_tok
+        )
+        self._policy = open_policy(policy, files.num_layers * files.num_experts)
+        self._hot = HotTier(slots, self._policy, 0, seed)
+        self._owns_pool = pool is None
+        self._pool = pool or open_read_pool(io_threads, drop_cache=files.mode == "buffered")
+        self._queue = ReadQueue(files, slots, self._pool, self.stats)
+        self._staging = Staging(self._queue, self._hot, staging_slots)
+        self._guessed: dict[int, list[int]] = {}
+        """MoE layer to the keys that were guessed for it and not yet judged."""
+        self._visit: LayerVisit | None = None
+        self._prefilling = False
+        self._last_layer = -1
+        self._closed = False
+        slots.on_waste = self._count_waste
+        self._reserve_for_decode()
 
-    def guess(self, layer_index: int, ranked: Sequence[int] | NDArray[np.int32]) -> int:
+    @property
+    def candidates(self) -> int:
+        """How many experts to ask of the router for a guess (0: the guess needs none)."""
+        return self._guesser.candidates
+
+    def guess(self, layer_index: int, ranked: Sequence[int] | NDArray[np.int32] = ()) -> int:
         """Start reads for what MoE layer ``layer_index`` (counted among MoE layers) may choose.
 
         ranked: best first (ignored unless the guess is cross-layer). Returns the reads issued."""
-        raise NotImplementedError
+        width = self._guesser.width
+        if not width:
+            return 0
+        if self._prefilling:
+            self.end_prefill()
+        self._queue.collect()
+        slots, first, issued = self.slots, layer_index * self._num_experts, 0
+        for expert in self._guesser.rank(layer_index, _ints(ranked)):
+            key = first + expert
+            if key in slots.slot_of:
+                continue
+            slot = slots.reclaim()
+            if slot == NOWHERE:
+                break
+            self._queue.start(slot, key, demand=False)
+            self._guessed.setdefault(layer_index, []).append(key)
+            issued += 1
+            if issued == width:
+                break
+        return issued
 
     def acquire(self, layer_index: int, experts: Sequence[int] | NDArray[np.int32]) -> Acquisition:
         """Pin the chosen experts (distinct, ascending, at most as many as there are slots); reads
         for the missing start at once, ahead of every guess."""
-        raise NotImplementedError
+        chosen = _ints(experts)
+        slots, queue = self.slots, self._queue
+        if len(chosen) > slots.capacity:
+            raise ValueError(
+                f"{len(chosen)} experts at once, but there are {slots.capacity} slots; "
+                "use prefill_layer"
+            )
+        if self._prefilling:
+            self.end_prefill()
+        if layer_index <= self._last_layer:
+            self._policy.tick(1)
+        self._last_layer = layer_index
+        self._guesser.remember(layer_index, chosen)
+        queue.collect()
+        acquisition = Acquisition(queue, self._hot, layer_index, chosen)
+        if layer_index in self._guessed:
+            self._withdraw(self._guessed.pop(layer_index))
+        if not acquisition.complete:
+            acquisition.request()
+        return acquisition
+
+    def _withdraw(self, keys: list[int]) -> None:
+        """Guesses that were not chosen: cancel those that have not begun, forget about the rest."""
+        slots = self.slots
+        for key in keys:
+            slot = slots.slot_of.get(key, NOWHERE)
+            if slot != NOWHERE and slots.state[slot] == READING and not slots.pins[slot]:
+                self._queue.cancel(slot)
 
     def begin_prefill(self) -> None:
         """Take the staging slots back from the hot tier, coldest first."""
-        raise NotImplementedError
+        if self._prefilling:
+            return
+        self._prefilling = True
+        self._guessed.clear()
+        self._queue.collect()
+        self._queue.cancel_unpinned()
+        self._queue.counting = self.stats.prefill
+        self._hot.reserve = min(self._staging.size, self.slots.capacity)
+        self._hot.make_room()
 
     def prefill_layer(
         self,
@@ -99,28 +147,114 @@ class ExpertTiers:
         experts: Sequence[int] | NDArray[np.int32],
         next_guess: Sequence[int] | NDArray[np.int32] | None = None,
         rows: Sequence[int] | NDArray[np.int32] | None = None,
-    ) -> Iterator[Batch]:
+    ) -> LayerVisit:
         """Visit ``experts`` (distinct, ascending; any number) in batches in ascending order.
 
-        Asking for the next batch says that the one before is no longer in use. next_guess:
-        experts of layer_index + 1 to read ahead. rows: how many rows chose each expert; with it the
-        hot tier counts them. Closing the iterator early is allowed."""
-        raise NotImplementedError
+        Iterates over (experts, slots). Asking for the next batch says that the one before is no
+        longer in use. next_guess: experts of layer_index + 1 to read ahead. rows: how many rows
+        chose each expert; with it the hot tier counts them. ``close`` ends a visit early."""
+        self.begin_prefill()
+        self._end_visit()
+        self._queue.collect()
+        weights = None if rows is None else _ints(rows)
+        if layer_index <= self._last_layer and weights is not None:
+            self._policy.tick(sum(weights) // self._num_experts_per_tok)
+        self._last_layer = layer_index
+        follows = next_guess is not None and layer_index + 1 < self.files.num_layers
+        ahead = _ints(next_guess) if follows and next_guess is not None else ()
+        self._visit = LayerVisit(self._staging, layer_index, _ints(experts), ahead, weights)
+        return self._visit
 
     def end_prefill(self) -> None:
         """Let the hot tier have the staging slots again."""
-        raise NotImplementedError
+        if not self._prefilling:
+            return
+        self._end_visit()
+        self._staging.drop_ahead()
+        self._prefilling = False
+        self._queue.counting = self.stats.decode
+        self._reserve_for_decode()
+
+    def _end_visit(self) -> None:
+        if self._visit is not None:
+            self._visit.close()
+            self._visit = None
+
+    def _reserve_for_decode(self) -> None:
+        """Leave slots for one layer's misses and the next one's guesses, at most half of them."""
+        wanted = self._num_experts_per_tok + self._guesser.width
+        half = max(self.slots.capacity // 2, 1)
+        self._hot.reserve = min(wanted, half)
+        self._hot.make_room()
+
+    def _count_waste(self, key: int) -> None:
+        self._queue.counting[key // self._num_experts].wasted += 1
 
     def release_slots(self, count: int) -> int:
         """Give up to ``count`` slots from the end back to the system; returns how many went.
 
         Never goes below num_experts_per_tok slots, nor past a pinned slot."""
-        raise NotImplementedError
+        if self._visit is None or self._visit.exhausted:
+            self._staging.drop_ahead()
+        self._queue.settle_unpinned()
+        count = min(count, self.slots.capacity - self._num_experts_per_tok)
+        released = self.slots.shrink(count) if count > 0 else 0
+        self._resize()
+        return released
 
     def restore_slots(self) -> int:
         """Take every released slot back; returns how many came."""
-        raise NotImplementedError
+        restored = self.slots.grow(self.slots.num_slots - self.slots.capacity)
+        self._resize()
+        return restored
+
+    def _resize(self) -> None:
+        if self._prefilling:
+            self._hot.reserve = min(self._staging.size, self.slots.capacity)
+            self._hot.make_room()
+        else:
+            self._reserve_for_decode()
 
     def close(self) -> None:
-        """Stop reading. Waits only for reads that the disk is already doing."""
-        raise NotImplementedError
+        """Stop reading. Waits only for reads that the disk is already doing; files stay open."""
+        if self._closed:
+            return
+        self._closed = True
+        self._queue.drain()
+        if self._owns_pool:
+            self._pool.close()
+
+    def __enter__(self) -> ExpertTiers:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _ints(values: Sequence[int] | NDArray[np.int32]) -> list[int]:
+    """Plain ints: several times faster to work with than numpy's."""
+    if isinstance(values, np.ndarray):
+        plain: list[int] = values.tolist()
+        return plain
+    return list(values)
+
+
+def _check_sizes(
+    files: ExpertFiles, slots: SlotPool, num_experts_per_tok: int, staging_slots: int
+) -> None:
+    if slots.stride != files.stride:
+        raise ValueError(f"slots of {slots.stride} bytes for records of {files.stride}")
+    if not 1 <= num_experts_per_tok <= min(slots.num_slots, files.num_experts):
+        raise ValueError(
+            f"num_experts_per_tok is {num_experts_per_tok}: there must be at least as many slots "
+            f"({slots.num_slots}) and experts ({files.num_experts})"
+        )
+    if not 1 <= staging_slots <= slots.num_slots:
+        raise ValueError(
+            f"staging_slots is {staging_slots}; it must be from 1 to the {slots.num_slots} slots"
+        )

@@ -16,7 +16,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 ReadCall = Callable[[int, memoryview, int], int]
-"""(file descriptor, destination, offset) -> bytes read; raises OSError; 0 at the end of the file."""
+"""(file descriptor, destination, offset) -> bytes read, 0 at the end of the file, or OSError."""
+
+_SWITCH_INTERVAL_S = 1e-4
 
 
 class ReadPool(Protocol):
@@ -38,7 +40,7 @@ class ReadPool(Protocol):
         """Block until the read has ended. Ctrl-C interrupts."""
 
     def wait_any(self, tickets: Sequence[int], block: bool = True) -> list[int]:
-        """Those of ``tickets`` that have ended; with ``block`` at least one unless there are none."""
+        """Those of ``tickets`` that have ended; ``block`` waits for at least one."""
 
     def result(self, ticket: int) -> int:
         """Bytes read, or -errno, of a read that has ended; forgets the ticket.
@@ -69,5 +71,179 @@ def open_read_pool(threads: int, drop_cache: bool = False) -> ReadPool:
 
 
 class PythonReadPool:
-    """The pool in Python. While one is open the interpreter switches threads faster: at its default of
-    5 ms every completion would wait that long for a busy main thread."""
+    """The pool in Python.
+
+    While one is open the interpreter switches threads faster: at its default of 5 ms every
+    completion would wait that long for a busy main thread."""
+
+    def __init__(
+        self, threads: int, drop_cache: bool = False, read: ReadCall | None = None
+    ) -> None:
+        """read: what reads instead of os.preadv."""
+        if threads < 1:
+            raise ValueError(f"a read pool of {threads} threads was asked for; use at least one")
+        self._read = read or _preadv
+        self._drop_cache = drop_cache and hasattr(os, "posix_fadvise")
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        self._ended = threading.Condition(self._lock)
+        self._jobs: dict[int, _Job] = {}
+        self._demands: deque[int] = deque()
+        self._guesses: deque[int] = deque()
+        self._next = 1
+        self._closed = False
+        self._read_nbytes = 0
+        self._pending = 0
+        self._interval = sys.getswitchinterval()
+        sys.setswitchinterval(min(self._interval, _SWITCH_INTERVAL_S))
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"aegis-read-{i}", daemon=True)
+            for i in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, fd: int, offset: int, nbytes: int, address: int, demand: bool) -> int:
+        """See ReadPool."""
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the read pool is closed")
+            ticket = self._next
+            self._next += 1
+            self._jobs[ticket] = _Job(fd, offset, nbytes, address, demand)
+            (self._demands if demand else self._guesses).append(ticket)
+            self._pending += 1
+            self._work.notify()
+            return ticket
+
+    def promote(self, ticket: int) -> bool:
+        """See ReadPool."""
+        with self._lock:
+            job = self._jobs.get(ticket)
+            if job is None or job.started or job.demand:
+                return False
+            # Its entry among the guesses stays behind and is skipped: the job has begun by then.
+            job.demand = True
+            self._demands.append(ticket)
+            return True
+
+    def cancel(self, ticket: int) -> bool:
+        """See ReadPool."""
+        with self._lock:
+            job = self._jobs.get(ticket)
+            if job is None or job.started:
+                return False
+            del self._jobs[ticket]
+            self._pending -= 1
+            return True
+
+    def done(self, ticket: int) -> bool:
+        """See ReadPool."""
+        with self._lock:
+            return self._jobs[ticket].result is not None
+
+    def wait(self, ticket: int) -> None:
+        """See ReadPool."""
+        self.wait_any([ticket])
+
+    def wait_any(self, tickets: Sequence[int], block: bool = True) -> list[int]:
+        """See ReadPool."""
+        with self._lock:
+            while True:
+                ended = [t for t in tickets if self._jobs[t].result is not None]
+                if ended or not block or not tickets:
+                    return ended
+                self._ended.wait()
+
+    def result(self, ticket: int) -> int:
+        """See ReadPool."""
+        with self._lock:
+            result = self._jobs[ticket].result
+            if result is None:
+                raise RuntimeError(f"read {ticket} has not ended; wait for it first")
+            del self._jobs[ticket]
+            return result
+
+    @property
+    def read_nbytes(self) -> int:
+        """See ReadPool."""
+        return self._read_nbytes
+
+    @property
+    def depth(self) -> int:
+        """See ReadPool."""
+        return self._pending
+
+    def close(self) -> None:
+        """See ReadPool."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for job in self._jobs.values():
+                if not job.started:
+                    job.started, job.result = True, -errno.ECANCELED
+                    self._pending -= 1
+            self._work.notify_all()
+            self._ended.notify_all()
+        for thread in self._threads:
+            thread.join()
+        sys.setswitchinterval(self._interval)
+
+    def _take(self) -> _Job | None:
+        """The next job, demands first; None when the pool closes."""
+        with self._lock:
+            while True:
+                for queue in (self._demands, self._guesses):
+                    while queue:
+                        job = self._jobs.get(queue.popleft())
+                        if job is not None and not job.started:
+                            job.started = True
+                            return job
+                if self._closed:
+                    return None
+                self._work.wait()
+
+    def _serve(self) -> None:
+        while (job := self._take()) is not None:
+            result = self._perform(job)
+            with self._lock:
+                job.result = result
+                self._read_nbytes += max(0, result)
+                self._pending -= 1
+                self._ended.notify_all()
+
+    def _perform(self, job: _Job) -> int:
+        memory = (ctypes.c_char * job.nbytes).from_address(job.address)
+        got = 0
+        with memoryview(memory).cast("B") as view:
+            while got < job.nbytes:
+                try:
+                    count = self._read(job.fd, view[got:], job.offset + got)
+                except InterruptedError:
+                    continue
+                except OSError as error:
+                    # After the unaligned end of a file a direct read fails instead of saying 0.
+                    if error.errno == errno.EINVAL and got:
+                        break
+                    return -(error.errno or errno.EIO)
+                if count <= 0:
+                    break
+                got += count
+        if self._drop_cache:
+            os.posix_fadvise(job.fd, job.offset, job.nbytes, os.POSIX_FADV_DONTNEED)
+        return got
+
+
+class _Job:
+    __slots__ = ("address", "demand", "fd", "nbytes", "offset", "result", "started")
+
+    def __init__(self, fd: int, offset: int, nbytes: int, address: int, demand: bool) -> None:
+        self.fd, self.offset, self.nbytes, self.address = fd, offset, nbytes, address
+        self.demand = demand
+        self.started = False
+        self.result: int | None = None
+
+
+def _preadv(fd: int, view: memoryview, offset: int) -> int:
+    return os.preadv(fd, [view], offset)

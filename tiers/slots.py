@@ -34,7 +34,7 @@ class SlotPool:
             raise SlotError(f"a pool of {num_slots} slots was asked for; it needs at least one")
         if base % READ_ALIGN or stride % READ_ALIGN or stride < READ_ALIGN:
             raise SlotError(
-                f"slots of {stride} bytes at address {base:#x}: both must be multiples of {READ_ALIGN}"
+                f"slots of {stride} bytes at {base:#x}: both must be multiples of {READ_ALIGN}"
             )
         self.num_slots = num_slots
         self.stride = stride
@@ -146,9 +146,10 @@ class SlotPool:
         return NOWHERE
 
     def shrink(self, count: int) -> int:
-        """Give up to ``count`` slots from the end back, moving hot experts to lower slots where one is
-        free or transient and forgetting the rest. Stops at a pinned or reading slot. Returns how
-        many went, after telling the arena."""
+        """Give up to ``count`` slots from the end back; returns how many went.
+
+        Experts move to a lower free slot, hot ones also over a transient one; the rest is
+        forgotten. Stops at a slot that is pinned or being read."""
         before = self.capacity
         while self.capacity > max(1, before - count):
             slot = self.capacity - 1
@@ -159,9 +160,10 @@ class SlotPool:
             self.free.remove(slot)
             self.capacity = slot
         if self.arena is not None:
-            end_of_slots = self.base - self.arena.base + self.capacity * self.stride
-            if self.arena.used_nbytes == end_of_slots + (self.num_slots - self.capacity) * self.stride:
-                self.arena.release_tail(self.arena.nbytes - end_of_slots)
+            begin = self.base - self.arena.base
+            # With another region behind the slots there is nothing to give back.
+            if self.arena.used_nbytes == begin + self.num_slots * self.stride:
+                self.arena.release_tail(self.arena.nbytes - begin - self.capacity * self.stride)
         return before - self.capacity
 
     def _vacate(self, slot: int) -> None:
@@ -169,9 +171,9 @@ class SlotPool:
         if target == NOWHERE:
             self.forget(slot)
             return
-        ctypes.memmove(
-            self.base + target * self.stride, self.base + slot * self.stride, self.stride
-        )
+        if self.base:
+            to, origin = (self.base + index * self.stride for index in (target, slot))
+            ctypes.memmove(to, origin, self.stride)
         key, hot, guessed = self.key_of[slot], self.hot_index[slot] != NOWHERE, self.guessed[slot]
         self.guessed[slot] = False
         self.forget(slot)

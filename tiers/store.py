@@ -32,8 +32,8 @@ class ExpertFiles:
         record_nbytes: bytes of a record that carry weights; stride: distance of records."""
         if stride % READ_ALIGN or not 0 < record_nbytes <= stride:
             raise ExpertFileError(
-                f"expert records of {record_nbytes} bytes with a stride of {stride}: the stride must "
-                f"be a multiple of {READ_ALIGN} and not below the record; convert the model again"
+                f"expert records of {record_nbytes} bytes, {stride} apart: the distance must be a "
+                f"multiple of {READ_ALIGN} and not below the record; convert the model again"
             )
         self.paths = [Path(path) for path in paths]
         self.record_nbytes = record_nbytes
@@ -41,7 +41,7 @@ class ExpertFiles:
         self.num_experts = num_experts
         self.num_layers = len(self.paths)
         self.mode = "direct" if direct else "buffered"
-        """"direct": past the page cache. "buffered": through it, each read's pages dropped after."""
+        """"direct": past the page cache; "buffered": through it, pages dropped after each read."""
         self.reason = "" if direct else "asked for"
         """Why the mode is buffered; empty when direct."""
         self.fds: list[int] = []

@@ -1,10 +1,11 @@
-"""An optional record of the routing of every token, for simulating policies and training guesses."""
+"""An optional record of every token's routing, for simulating policies and training guesses."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +18,7 @@ class RoutingTrace:
         self.num_layers = num_layers
         self.num_experts = num_experts
         self.num_experts_per_tok = num_experts_per_tok
-        dtype = np.uint8 if num_experts <= 256 else np.int16
-        self._dtype: np.dtype[np.uint8] | np.dtype[np.int16] = np.dtype(dtype)
+        self._dtype: np.dtype[Any] = np.dtype(np.uint8 if num_experts <= 256 else np.int16)
         self._rows: list[list[bytes]] = [[] for _ in range(num_layers)]
 
     def record(self, layer_index: int, experts: NDArray[np.int32] | Sequence[int]) -> None:
@@ -26,10 +26,11 @@ class RoutingTrace:
         rows = np.asarray(experts, dtype=self._dtype).reshape(-1, self.num_experts_per_tok)
         self._rows[layer_index].append(rows.tobytes())
 
-    def experts(self, layer_index: int) -> NDArray[np.uint8] | NDArray[np.int16]:
+    def experts(self, layer_index: int) -> NDArray[np.integer[Any]]:
         """What was recorded for one layer: [tokens, K]."""
         data = np.frombuffer(b"".join(self._rows[layer_index]), dtype=self._dtype)
-        return data.reshape(-1, self.num_experts_per_tok)
+        rows: NDArray[np.integer[Any]] = data.reshape(-1, self.num_experts_per_tok)
+        return rows
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write every layer as ``layer_NNN`` (written beside, then renamed); returns the path."""
@@ -37,10 +38,10 @@ class RoutingTrace:
         if target.suffix != ".npz":
             target = target.with_name(target.name + ".npz")
         beside = target.with_name(f".{target.name}.{os.getpid()}")
-        layers = {f"layer_{i:03}": self.experts(i) for i in range(self.num_layers)}
+        layers: dict[str, Any] = {f"layer_{i:03}": self.experts(i) for i in range(self.num_layers)}
         try:
             with open(beside, "wb") as file:
-                np.savez_compressed(file, allow_pickle=False, **layers)
+                np.savez_compressed(file, **layers)
             os.replace(beside, target)
         finally:
             beside.unlink(missing_ok=True)

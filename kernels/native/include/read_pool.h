@@ -1,0 +1,63 @@
+// Reader threads with two queues: demand before guess. The Python twin is tiers/read_pool.py.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <mutex>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+namespace aegis {
+
+class ReadPool {
+  public:
+    using Ticket = std::int64_t;
+
+    ReadPool(int threads, bool drop_cache);
+    ~ReadPool();
+    ReadPool(const ReadPool&) = delete;
+    ReadPool& operator=(const ReadPool&) = delete;
+
+    Ticket submit(int fd, std::int64_t offset, std::int64_t nbytes, std::uintptr_t address, bool demand);
+    bool promote(Ticket ticket);
+    bool cancel(Ticket ticket);
+    bool done(Ticket ticket);
+    // Appends those of `tickets` that have ended to `ended`; waits up to `timeout_ms` for the first.
+    void poll(const std::vector<Ticket>& tickets, std::vector<Ticket>& ended, int timeout_ms);
+    std::int64_t result(Ticket ticket);
+    std::int64_t read_nbytes() const { return read_nbytes_.load(std::memory_order_relaxed); }
+    std::int64_t depth();
+    void close();
+
+  private:
+    struct Job {
+        int fd;
+        std::int64_t offset, nbytes;
+        std::uintptr_t address;
+        bool demand, started, ended;
+        std::int64_t result;
+    };
+
+    Job& find(Ticket ticket);
+    Job* next(std::deque<Ticket>& queue);
+    void collect(const std::vector<Ticket>& tickets, std::vector<Ticket>& ended);
+    void serve();
+    std::int64_t perform(const Job& job) const;
+
+    std::mutex mutex_;
+    std::condition_variable work_, ended_;
+    // Nodes of an unordered_map stay where they are, so a reader may keep a Job* without the lock.
+    std::unordered_map<Ticket, Job> jobs_;
+    std::deque<Ticket> demands_, guesses_;
+    Ticket next_ = 1;
+    std::int64_t pending_ = 0;
+    bool closed_ = false;
+    const bool drop_cache_;
+    std::atomic<std::int64_t> read_nbytes_{0};
+    std::vector<std::thread> threads_;
+};
+
+}  // namespace aegis

@@ -1,0 +1,230 @@
+#include "read_pool.h"
+
+#include <cerrno>
+#include <chrono>
+#include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdexcept>
+#include <string>
+#include <unistd.h>
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/vector.h>
+
+namespace nb = nanobind;
+
+namespace aegis {
+
+ReadPool::ReadPool(int threads, bool drop_cache) : drop_cache_(drop_cache) {
+    if (threads < 1) {
+        throw std::invalid_argument("a read pool of " + std::to_string(threads) +
+                                    " threads was asked for; use at least one");
+    }
+    // Signals belong to the main thread: readers start with all of them blocked.
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    try {
+        for (int i = 0; i < threads; ++i) threads_.emplace_back([this] { serve(); });
+    } catch (...) {
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+        close();
+        throw;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+ReadPool::~ReadPool() { close(); }
+
+ReadPool::Ticket ReadPool::submit(int fd, std::int64_t offset, std::int64_t nbytes,
+                                  std::uintptr_t address, bool demand) {
+    Ticket ticket;
+    {
+        std::lock_guard lock(mutex_);
+        if (closed_) throw std::runtime_error("the read pool is closed");
+        ticket = next_++;
+        jobs_.emplace(ticket, Job{fd, offset, nbytes, address, demand, false, false, 0});
+        (demand ? demands_ : guesses_).push_back(ticket);
+        ++pending_;
+    }
+    work_.notify_one();
+    return ticket;
+}
+
+bool ReadPool::promote(Ticket ticket) {
+    std::lock_guard lock(mutex_);
+    auto found = jobs_.find(ticket);
+    if (found == jobs_.end() || found->second.started || found->second.demand) return false;
+    // Its entry among the guesses stays behind and is skipped: the job has begun by then.
+    found->second.demand = true;
+    demands_.push_back(ticket);
+    return true;
+}
+
+bool ReadPool::cancel(Ticket ticket) {
+    std::lock_guard lock(mutex_);
+    auto found = jobs_.find(ticket);
+    if (found == jobs_.end() || found->second.started) return false;
+    jobs_.erase(found);
+    --pending_;
+    return true;
+}
+
+ReadPool::Job& ReadPool::find(Ticket ticket) {
+    auto found = jobs_.find(ticket);
+    if (found == jobs_.end()) throw nb::key_error(std::to_string(ticket).c_str());
+    return found->second;
+}
+
+bool ReadPool::done(Ticket ticket) {
+    std::lock_guard lock(mutex_);
+    return find(ticket).ended;
+}
+
+void ReadPool::collect(const std::vector<Ticket>& tickets, std::vector<Ticket>& ended) {
+    for (Ticket ticket : tickets) {
+        if (find(ticket).ended) ended.push_back(ticket);
+    }
+}
+
+void ReadPool::poll(const std::vector<Ticket>& tickets, std::vector<Ticket>& ended, int timeout_ms) {
+    std::unique_lock lock(mutex_);
+    collect(tickets, ended);
+    if (!ended.empty() || timeout_ms == 0) return;
+    ended_.wait_for(lock, std::chrono::milliseconds(timeout_ms), [&] {
+        collect(tickets, ended);
+        return !ended.empty();
+    });
+}
+
+std::int64_t ReadPool::result(Ticket ticket) {
+    std::lock_guard lock(mutex_);
+    Job& job = find(ticket);
+    if (!job.ended) {
+        throw std::runtime_error("read " + std::to_string(ticket) + " has not ended; wait for it first");
+    }
+    const std::int64_t result = job.result;
+    jobs_.erase(ticket);
+    return result;
+}
+
+std::int64_t ReadPool::depth() {
+    std::lock_guard lock(mutex_);
+    return pending_;
+}
+
+void ReadPool::close() {
+    {
+        std::lock_guard lock(mutex_);
+        closed_ = true;
+        for (auto& [ticket, job] : jobs_) {
+            if (job.started) continue;
+            job.started = job.ended = true;
+            job.result = -ECANCELED;
+            --pending_;
+        }
+    }
+    work_.notify_all();
+    ended_.notify_all();
+    for (auto& thread : threads_) thread.join();
+    threads_.clear();
+}
+
+ReadPool::Job* ReadPool::next(std::deque<Ticket>& queue) {
+    while (!queue.empty()) {
+        auto found = jobs_.find(queue.front());
+        queue.pop_front();
+        if (found != jobs_.end() && !found->second.started) return &found->second;
+    }
+    return nullptr;
+}
+
+void ReadPool::serve() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+        Job* job = next(demands_);
+        if (job == nullptr) job = next(guesses_);
+        if (job == nullptr) {
+            if (closed_) return;
+            work_.wait(lock);
+            continue;
+        }
+        job->started = true;
+        lock.unlock();
+        const std::int64_t result = perform(*job);
+        lock.lock();
+        job->result = result;
+        job->ended = true;
+        if (result > 0) read_nbytes_.fetch_add(result, std::memory_order_relaxed);
+        --pending_;
+        ended_.notify_all();
+    }
+}
+
+std::int64_t ReadPool::perform(const Job& job) const {
+    std::int64_t got = 0;
+    while (got < job.nbytes) {
+        const ssize_t count = pread(job.fd, reinterpret_cast<char*>(job.address) + got,
+                                    static_cast<std::size_t>(job.nbytes - got), job.offset + got);
+        if (count > 0) {
+            got += count;
+        } else if (count == 0) {
+            break;
+        } else if (errno == EINVAL && got > 0) {
+            break;  // after the unaligned end of a file a direct read fails instead of saying 0
+        } else if (errno != EINTR) {
+            return -errno;
+        }
+    }
+#ifdef POSIX_FADV_DONTNEED
+    if (drop_cache_) posix_fadvise(job.fd, job.offset, job.nbytes, POSIX_FADV_DONTNEED);
+#endif
+    return got;
+}
+
+}  // namespace aegis
+
+namespace {
+
+using aegis::ReadPool;
+
+// Waits in short turns without the GIL, so that Ctrl-C is seen between them.
+constexpr int kTurnMs = 50;
+
+std::vector<ReadPool::Ticket> wait_any(ReadPool& pool, const std::vector<ReadPool::Ticket>& tickets,
+                                       bool block) {
+    std::vector<ReadPool::Ticket> ended;
+    if (!block) {
+        pool.poll(tickets, ended, 0);
+        return ended;
+    }
+    while (ended.empty() && !tickets.empty()) {
+        {
+            nb::gil_scoped_release release;
+            pool.poll(tickets, ended, kTurnMs);
+        }
+        if (ended.empty() && PyErr_CheckSignals() != 0) throw nb::python_error();
+    }
+    return ended;
+}
+
+}  // namespace
+
+void bind_read_pool(nb::module_& m) {
+    nb::class_<ReadPool>(m, "ReadPool", "Reader threads with two queues: demand before guess.")
+        .def(nb::init<int, bool>(), nb::arg("threads"), nb::arg("drop_cache") = false)
+        .def("submit", &ReadPool::submit, nb::arg("fd"), nb::arg("offset"), nb::arg("nbytes"),
+             nb::arg("address"), nb::arg("demand"))
+        .def("promote", &ReadPool::promote, nb::arg("ticket"))
+        .def("cancel", &ReadPool::cancel, nb::arg("ticket"))
+        .def("done", &ReadPool::done, nb::arg("ticket"))
+        .def(
+            "wait", [](ReadPool& pool, ReadPool::Ticket ticket) { wait_any(pool, {ticket}, true); },
+            nb::arg("ticket"))
+        .def("wait_any", &wait_any, nb::arg("tickets"), nb::arg("block") = true)
+        .def("result", &ReadPool::result, nb::arg("ticket"))
+        .def_prop_ro("read_nbytes", &ReadPool::read_nbytes)
+        .def_prop_ro("depth", &ReadPool::depth)
+        .def("close", &ReadPool::close, nb::call_guard<nb::gil_scoped_release>());
+}
