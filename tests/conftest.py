@@ -1,14 +1,19 @@
 """Hypothesis profiles, and a guard that the installed package is what gets tested."""
 
 import os
+import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parent.parent
 # From the repository root "import aegis" would find the bare folder, without planner or kernels.
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
+
+import cgroup  # noqa: E402 - after the guard
 
 settings.register_profile("dev", max_examples=50, deadline=None)
 settings.register_profile("ci", max_examples=100, deadline=None, derandomize=True)
@@ -18,3 +23,12 @@ settings.register_profile(
 settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") == "true" else "dev")
 )
+
+
+@pytest.fixture(scope="session")
+def cold_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[cgroup.ColdPython]:
+    """An interpreter and packages that no process maps; skips where groups cannot be made."""
+    cgroup.require()
+    folder = tmp_path_factory.mktemp("cold")
+    yield cgroup.cold_python(folder)
+    shutil.rmtree(folder)
