@@ -14,6 +14,45 @@ DEFAULT_IO_THREADS = 2
 PREFILL_STEPS = (512, 256, 128, 64, 32, 16)
 """Prefill steps the plan may choose from, largest first; the choice never changes results."""
 
+LOGIT_ROWS = 4
+"""Rows of logits computed at once."""
+
+IO_NBYTES = 1 * MIB
+"""Bounce buffers for reading resident weights and headers."""
+
+ALIGNMENT_NBYTES = 64 << 10
+"""Padding between the regions of the arena."""
+
+RESERVE_NBYTES = 8 * MIB
+"""Set aside for what cannot be sized ahead: heap growth, thread stacks, page tables."""
+
+
+@dataclass(frozen=True)
+class RuntimeFigures:
+    """What interpreter, libraries and tokenizer take; the same in ``plan`` and in ``run``."""
+
+    steady_nbytes: int
+    """After loading."""
+    load_peak_nbytes: int
+    """While loading, before anything else of the plan exists."""
+
+
+_RUNTIME_MIB = {"native": 46, "reference": 50, "mlx": 120}
+"""Interpreter and libraries, measured with tools/calibrate_runtime.py and rounded up."""
+
+
+def runtime_figures(backend: str, tokenizer_nbytes: int) -> RuntimeFigures:
+    """The declared figures for a backend and a tokenizer file of ``tokenizer_nbytes``.
+
+    A vocabulary's tables take about 6 times its JSON once loaded and 15 times while loading
+    (tools/calibrate_runtime.py); both are rounded up to 1 MiB.
+    """
+    base = _RUNTIME_MIB[backend] * MIB
+    steady = base + 6 * tokenizer_nbytes
+    peak = base + 15 * tokenizer_nbytes
+    return RuntimeFigures(-(-steady // MIB) * MIB, -(-peak // MIB) * MIB)
+
+
 EmbeddingMode = Literal["auto", "ram", "disk"]
 ExpertBits = Literal["4bit", "3bit"]
 

@@ -1,0 +1,136 @@
+"""load / generate / stream_generate in the shape of mlx-lm, and plan."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aegis.errors import UsageError
+from aegis.settings import Settings
+
+if TYPE_CHECKING:
+    from aegis.engine.engine import Engine
+    from aegis.engine.generate import FinishReason
+    from aegis.engine.sampling import Sampler
+    from aegis.planner import MemoryPlan
+    from aegis.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
+"""Text, token ids, or chat messages (``{"role": ..., "content": ...}``)."""
+
+
+@dataclass(frozen=True)
+class GenerationResponse:
+    """One piece of a generation; speeds and memory are as of now."""
+
+    text: str
+    token: int | None
+    finish_reason: FinishReason | None
+    prompt_tokens: int
+    prompt_tps: float
+    generation_tokens: int
+    generation_tps: float
+    peak_memory: float
+    """GB (10^9 bytes), as in mlx-lm; ``Engine.ledger`` has the exact figures."""
+
+
+def plan(path: str | Path | None = None, cap: str | int = "4GiB", **options: Any) -> MemoryPlan:
+    """The memory plan for a store or checkpoint (None: the embedded model); nothing is written.
+
+    Args:
+        options: fields of ``aegis.settings.Settings``.
+
+    Raises:
+        CheckpointError, StoreError, UsageError: the request cannot be planned. A plan that does
+        not fit is returned with ``feasible`` false.
+    """
+    from aegis.convert.cache import embedded_path
+    from aegis.engine.planning import make_plan
+    from aegis.planner import parse_size
+
+    try:
+        cap_nbytes = cap if isinstance(cap, int) else parse_size(cap)
+        settings = Settings(cap_nbytes=cap_nbytes, **options)
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error)) from None
+    return make_plan(embedded_path() if path is None else path, settings)
+
+
+def load(
+    path: str | Path | None = None, cap: str | int = "4GiB", **options: Any
+) -> tuple[Engine, Tokenizer]:
+    """Open a model under a cap; returns (model, tokenizer). See ``Engine.open``."""
+    from aegis.engine.engine import Engine
+
+    engine = Engine.open(path, cap=cap, **options)
+    return engine, engine.tokenizer
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
+    """Token ids of a prompt: text is taken as it is, messages through the chat template."""
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt)
+    if len(prompt) and isinstance(prompt[0], dict):
+        return tokenizer.encode_chat(list(prompt))  # type: ignore[arg-type]
+    return [int(token) for token in prompt]  # type: ignore[call-overload]
+
+
+def stream_generate(
+    model: Engine,
+    tokenizer: Tokenizer,
+    prompt: Prompt,
+    max_tokens: int = 256,
+    sampler: Sampler | None = None,
+    stop: Sequence[str] = (),
+    ignore_eos: bool = False,
+    **sampling: Any,
+) -> Iterator[GenerationResponse]:
+    """Generate and yield text as it becomes final.
+
+    Args:
+        sampler: takes the place of ``sampling`` (temperature, top_p, top_k, min_p, seed,
+            repeat_penalty; greedy without any).
+    """
+    from aegis.engine.generate import Clock, stream_text
+    from aegis.engine.memory import peak_nbytes
+    from aegis.engine.sampling import Sampler
+
+    ids = encode_prompt(tokenizer, prompt)
+    clock = Clock.start()
+    sampler = sampler or Sampler(**sampling)
+    steps = stream_text(model, ids, max_tokens, sampler, stop=stop, ignore_eos=ignore_eos)
+    for step in steps:
+        if step.token is not None:
+            clock.tick()
+        yield GenerationResponse(
+            text=step.text,
+            token=step.token,
+            finish_reason=step.finish_reason,
+            prompt_tokens=len(ids),
+            prompt_tps=clock.prompt_tps(len(ids)),
+            generation_tokens=clock.tokens,
+            generation_tps=clock.generation_tps,
+            peak_memory=peak_nbytes() / 1e9,
+        )
+
+
+def generate(
+    model: Engine,
+    tokenizer: Tokenizer,
+    prompt: Prompt,
+    max_tokens: int = 256,
+    verbose: bool = False,
+    **options: Any,
+) -> str:
+    """Generate and return the text; ``verbose`` also streams it to stdout."""
+    pieces = []
+    for response in stream_generate(model, tokenizer, prompt, max_tokens, **options):
+        pieces.append(response.text)
+        if verbose:
+            print(response.text, end="", flush=True, file=sys.stdout)
+    if verbose:
+        print(file=sys.stdout)
+    return "".join(pieces)

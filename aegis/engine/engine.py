@@ -1,0 +1,267 @@
+"""Engine: one model, open under a cap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from aegis.engine.logits_room import LogitsRoom
+from aegis.engine.opening import Opened, open_model
+from aegis.errors import AegisError, UsageError
+from aegis.planner import parse_size
+from aegis.settings import Settings
+from aegis.tiers.errors import TiersError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from aegis.engine.sampling import Sampler
+    from aegis.planner import LedgerRow, MemoryPlan
+    from aegis.text.tokenizer import Tokenizer
+    from aegis.tiers.stats import TierStats
+
+
+class Engine:
+    """A model that is open: computes logits, likelihoods and tokens inside its memory plan.
+
+    One sequence at a time and one thread at a time. Close it, or use it as a context manager.
+    """
+
+    def __init__(self, opened: Opened) -> None:
+        """Use ``Engine.open``."""
+        self._opened = opened
+        self._cached: list[int] = []
+        self._closed = False
+        self._room = LogitsRoom(opened)
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path | None = None,
+        *,
+        cap: str | int = "4GiB",
+        progress: Callable[[int, int], None] | None = None,
+        on_plan: Callable[[MemoryPlan], None] | None = None,
+        **options: Any,
+    ) -> Engine:
+        """Open a store, or a checkpoint folder, which is converted into the cache first.
+
+        Args:
+            path: folder; None is the embedded model.
+            cap: the memory cap, as bytes or as text such as ``"200MiB"``.
+            progress: called with (done, total) bytes while converting.
+            on_plan: called with the plan before anything large is allocated.
+            options: fields of ``aegis.settings.Settings``: backend, context, experts, embedding,
+                policy, guess, guess_width, io_threads, threads, prefill_step, max_slots.
+
+        Raises:
+            PlanError: the plan does not fit; nothing was allocated.
+            UsageError, CheckpointError, StoreError, TokenizerError, BackendError: as they say.
+        """
+        try:
+            cap_nbytes = cap if isinstance(cap, int) else parse_size(cap)
+            settings = Settings(cap_nbytes=cap_nbytes, **options)
+        except (TypeError, ValueError) as error:
+            raise UsageError(str(error)) from None
+        return cls(open_model(path, settings, progress, on_plan))
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop reading, stop computing and give all memory back."""
+        if not self._closed:
+            self._closed = True
+            self._opened.close()
+
+    @property
+    def plan(self) -> MemoryPlan:
+        """The memory plan this engine was opened with."""
+        return self._opened.plan
+
+    @property
+    def context(self) -> int:
+        """Positions the KV cache holds."""
+        return self._opened.request.context
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._opened.tokenizer
+
+    @property
+    def name(self) -> str:
+        """The model's name: its folder's."""
+        return self._opened.name
+
+    @property
+    def backend(self) -> str:
+        """The backend's name."""
+        return self._opened.request.backend
+
+    def describe(self) -> str:
+        """Backend, threads, reads and pages in one line for people."""
+        return self._opened.describe()
+
+    @property
+    def stats(self) -> TierStats:
+        """Hits, misses, late and wasted guesses, bytes read and waits, per layer and phase."""
+        return self._opened.tiers.stats
+
+    def ledger(self) -> list[LedgerRow]:
+        """Planned against measured, per item, now."""
+        return self._opened.ledger()
+
+    def cached_prefix(self, ids: Sequence[int]) -> int:
+        """How many leading tokens of ``ids`` the KV cache already holds."""
+        count = 0
+        for cached, wanted in zip(self._cached, ids, strict=False):
+            if cached != wanted:
+                break
+            count += 1
+        return count
+
+    def feed(self, ids: Sequence[int]) -> Any:
+        """Compute ``ids`` and return the last token's hidden state, reusing a cached prefix.
+
+        The last token is always computed, so that there is a state to return.
+        """
+        self._check(ids)
+        start = min(self.cached_prefix(ids), len(ids) - 1)
+        hidden = None
+        for hidden, _ in self._hidden(ids, start):
+            pass
+        assert hidden is not None
+        return hidden[-1:]
+
+    def feed_token(self, token: int) -> Any:
+        """Compute one more token behind everything cached; its hidden state [1, H]."""
+        if len(self._cached) >= self.context:
+            raise UsageError(f"the context of {self.context} tokens is full; open a longer one")
+        hidden = self._guarded(self._opened.forward.decode, token, len(self._cached))
+        self._cached.append(token)
+        return hidden
+
+    def logits(self, hidden: Any) -> NDArray[np.float32]:
+        """Logits of hidden states [T, H], T <= LOGIT_ROWS; valid until the next call."""
+        return self._opened.decoder.head(hidden)
+
+    def score(self, ids: Sequence[int], last: int | None = 1) -> NDArray[np.float32]:
+        """Logits float32 [last, vocab_size] of the last positions; None: of all of them.
+
+        Raises:
+            UsageError: the array, which is the caller's, does not fit what the plan leaves.
+        """
+        self._check(ids)
+        rows = len(ids) if last is None else last
+        if not 1 <= rows <= len(ids):
+            raise UsageError(f"last is {last}; with {len(ids)} tokens it can be 1 to {len(ids)}")
+        out = self._room.array(rows, self._opened.request.shape.vocab_size)
+        first = len(ids) - rows
+        for hidden, start in self._hidden(ids, 0):
+            for row, logits in self._logit_blocks(hidden, max(first - start, 0)):
+                at = start + row - first
+                out[at : at + len(logits)] = logits
+        return out
+
+    def nll(self, ids: Sequence[int]) -> NDArray[np.float32]:
+        """-ln p(ids[t + 1] | ids[..t]) as float32 [len(ids) - 1]."""
+        self._check(ids)
+        out = np.empty(len(ids) - 1, np.float32)
+        for hidden, start in self._hidden(ids, 0):
+            for row, logits in self._logit_blocks(hidden, 0):
+                for offset, values in enumerate(logits):
+                    at = start + row + offset
+                    if at + 1 < len(ids):
+                        out[at] = _nll(values, ids[at + 1])
+        return out
+
+    def generate(
+        self,
+        ids: Sequence[int],
+        max_tokens: int = 256,
+        temperature: float = 0.0,
+        ignore_eos: bool = False,
+        sampler: Sampler | None = None,
+        **sampling: Any,
+    ) -> Iterator[int]:
+        """Tokens after ``ids``, one at a time; ends before an end token or at the context.
+
+        Args:
+            temperature: 0 is greedy. ``sampling``: top_p, top_k, min_p, seed, repeat_penalty.
+            sampler: takes the place of all of these.
+        """
+        from aegis.engine.generate import stream
+        from aegis.engine.sampling import Sampler
+
+        sampler = sampler or Sampler(temperature=temperature, **sampling)
+        for step in stream(self, ids, max_tokens, sampler, ignore_eos=ignore_eos):
+            if step.token is not None:
+                yield step.token
+
+    def _check(self, ids: Sequence[int]) -> None:
+        if self._closed:
+            raise AegisError("the engine is closed; open it again")
+        if not len(ids):
+            raise UsageError("there are no tokens to compute; give at least one")
+        if len(ids) > self.context:
+            raise UsageError(
+                f"{len(ids)} tokens do not fit the context of {self.context}; open the model with"
+                f" a context of at least {len(ids)}"
+            )
+        vocab_size = self._opened.request.shape.vocab_size
+        for token in ids:
+            if not 0 <= token < vocab_size:
+                raise UsageError(f"token id {token} is outside the vocabulary of {vocab_size}")
+
+    def _hidden(self, ids: Sequence[int], start: int) -> Iterator[tuple[Any, int]]:
+        """Compute ids[start:] in chunks; yields (hidden [T, H], absolute position of its first)."""
+        self._room.take_back()
+        del self._cached[start:]
+        step, tiers = self.plan.prefill_step, self._opened.tiers
+        if len(ids) - start == 1:
+            yield self.feed_token(ids[start]), start
+            return
+        tiers.begin_prefill()
+        try:
+            for begin in range(start, len(ids), step):
+                chunk = list(ids[begin : begin + step])
+                hidden = self._guarded(self._opened.forward.prefill, chunk, begin)
+                self._cached.extend(chunk)
+                yield hidden, begin
+        finally:
+            tiers.end_prefill()
+
+    def _guarded(self, compute: Callable[..., Any], *args: Any) -> Any:
+        """Run a pass; a failed one leaves the cache as it was before."""
+        try:
+            return compute(*args)
+        except TiersError as error:
+            raise self._opened.read_error(error) from error
+
+    def _logit_blocks(
+        self, hidden: Any, first: int
+    ) -> Iterator[tuple[int, NDArray[np.float32]]]:
+        from aegis.settings import LOGIT_ROWS
+
+        for row in range(first, len(hidden), LOGIT_ROWS):
+            yield row, self.logits(hidden[row : row + LOGIT_ROWS])
+
+
+def _nll(logits: NDArray[np.float32], token: int) -> float:
+    """-ln softmax(logits)[token], summed in float64."""
+    peak = float(logits.max())
+    total = float(np.exp(logits - peak, dtype=np.float64).sum())
+    return float(np.log(total)) + peak - float(logits[token])

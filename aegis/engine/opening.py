@@ -1,0 +1,223 @@
+"""Opening a model: convert if needed, plan, allocate one arena, load, bind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aegis.engine import memory
+from aegis.engine.embedding import DiskEmbedding
+from aegis.engine.forward import Forward
+from aegis.engine.planning import (
+    Request,
+    backend_layout,
+    choose_backend,
+    request_plan,
+    resolve,
+    store_layout,
+)
+from aegis.errors import AegisError, PlanError, ReadError, StoreError
+from aegis.kernels import registry
+from aegis.kernels.sizes import align_up
+from aegis.models import family
+from aegis.models.base import Decoder, Parts
+from aegis.planner import MemoryPlan, format_size, make_ledger
+from aegis.settings import Settings
+from aegis.tiers.arena import Arena
+from aegis.tiers.errors import TiersError
+from aegis.tiers.facade import ExpertTiers
+from aegis.tiers.slots import SlotPool
+from aegis.tiers.store import ExpertFiles
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from aegis.checkpoint.store import Store
+    from aegis.kernels.base import Backend, KVCache, Weight
+    from aegis.planner import LedgerRow
+    from aegis.text.tokenizer import Tokenizer
+
+_EMBEDDING = "embed_tokens"
+_ALIGN = 4096
+
+
+@dataclass
+class Opened:
+    """Everything an open model holds."""
+
+    name: str
+    request: Request
+    plan: MemoryPlan
+    tokenizer: Tokenizer
+    arena: Arena
+    backend: Backend
+    decoder: Decoder
+    files: ExpertFiles
+    tiers: ExpertTiers
+    disk_embedding: DiskEmbedding | None
+    runtime_nbytes: int
+    """Measured after loading libraries and tokenizer, before the arena."""
+
+    @property
+    def forward(self) -> Forward:
+        """The passes over the layers."""
+        return self._forward
+
+    def __post_init__(self) -> None:
+        embed = self.disk_embedding or self.decoder.embedding
+        self._forward = Forward(self.decoder, self.tiers, embed)
+
+    def describe(self) -> str:
+        """Backend, reads and pages in one line."""
+        huge = self.arena.huge_nbytes()
+        pages = "page size unknown" if huge is None else f"{format_size(huge)} in huge pages"
+        reads = "direct reads" if self.files.mode == "direct" else f"buffered: {self.files.reason}"
+        return f"{self.backend.describe()} · {reads} · {format_size(self.arena.nbytes)}, {pages}"
+
+    def ledger(self) -> list[LedgerRow]:
+        """Planned against measured."""
+        measured = {"runtime": self.runtime_nbytes}
+        measured.update({name: size for name, (_, size) in self.arena.regions().items()})
+        return make_ledger(
+            self.plan.items,
+            measured,
+            cap_nbytes=self.plan.cap_nbytes,
+            peak_nbytes=memory.peak_nbytes(),
+        )
+
+    def read_error(self, error: TiersError) -> AegisError:
+        """A failure of the tiers as one of ours."""
+        return ReadError(str(error))
+
+    def close(self) -> None:
+        """Stop threads, close files, give the memory back."""
+        self.tiers.close()
+        self.files.close()
+        if self.disk_embedding is not None:
+            self.disk_embedding.close()
+        self.backend.close()
+        self.arena.close()
+
+
+def open_model(
+    path: str | Path | None,
+    settings: Settings,
+    progress: Callable[[int, int], None] | None,
+    on_plan: Callable[[MemoryPlan], None] | None,
+) -> Opened:
+    """Plan from headers, refuse what does not fit, then convert, allocate and load."""
+    from aegis.convert.cache import embedded_path, ensure_store
+
+    source = embedded_path() if path is None else Path(path)
+    backend = choose_backend(settings.backend)
+    request = resolve(source, store_layout(source, backend), settings, backend)
+    plan = request_plan(request)
+    if not plan.feasible:
+        raise PlanError(plan.refusal())
+    if on_plan is not None:
+        on_plan(plan)
+    store = ensure_store(source, backend_layout(backend), progress)
+    tokenizer = _load_tokenizer(store)
+    memory.trim()
+    try:
+        return _allocate(source.name, store, request, plan, tokenizer)
+    except TiersError as error:
+        raise StoreError(str(error)) from error
+
+
+def _load_tokenizer(store: Store) -> Tokenizer:
+    from aegis.text.tokenizer import Tokenizer
+
+    return Tokenizer.open(store.path)
+
+
+def _arena_nbytes(plan: MemoryPlan) -> int:
+    """What the arena holds: every item but those that live in the interpreter's own memory."""
+    outside = {"runtime", "runtime_reserve", "io_buffers"}
+    return sum(align_up(nbytes, _ALIGN) for name, nbytes in plan.items if name not in outside)
+
+
+def _allocate(
+    name: str, store: Store, request: Request, plan: MemoryPlan, tokenizer: Tokenizer
+) -> Opened:
+    settings, layout = request.settings, store.layout
+    items = dict(plan.items)
+    geometry = layout.geometry(settings.experts)
+    paths = store.expert_paths(settings.experts)
+    files = ExpertFiles(paths, geometry.record_nbytes, geometry.stride, layout.num_experts)
+    runtime_nbytes = memory.resident_nbytes()
+    arena = Arena(_arena_nbytes(plan))
+    on_disk = plan.embedding == "disk"
+    skip = {_EMBEDDING} if on_disk else set()
+    weights = store.load_resident(
+        arena.take("resident_weights", layout.resident_nbytes(skip)), skip
+    )
+    backend = registry.create(request.backend, request.threads)
+    workspace = request.workspace(plan.prefill_step)
+    backend.open_workspace(
+        workspace, arena.take("workspace", backend.workspace_nbytes(workspace))
+    )
+    caches = _caches(backend, request, arena.take("kv_cache", items["kv_cache"]))
+    rows = arena.take("embedding_rows", items["embedding_rows"], _ALIGN) if on_disk else None
+    slots = SlotPool.in_arena(arena, plan.total_slots, geometry.stride)
+    backend.bind_slots(slots)
+    parts = _parts(backend, weights, store, caches, settings)
+    decoder = family(layout.model_type).build(layout.config, parts)
+    tiers = ExpertTiers(
+        files,
+        slots,
+        num_experts_per_tok=request.shape.num_experts_per_tok,
+        staging_slots=plan.staging_slots,
+        policy=settings.policy,
+        guess=settings.guess,
+        guess_width=settings.guess_width,
+        io_threads=settings.io_threads,
+    )
+    disk = None if rows is None else DiskEmbedding(store, decoder.embedding, rows)
+    return Opened(
+        name=name,
+        request=request,
+        plan=plan,
+        tokenizer=tokenizer,
+        arena=arena,
+        backend=backend,
+        decoder=decoder,
+        files=files,
+        tiers=tiers,
+        disk_embedding=disk,
+        runtime_nbytes=runtime_nbytes,
+    )
+
+
+def _caches(backend: Backend, request: Request, region: NDArray[np.uint8]) -> list[KVCache]:
+    """Every layer's cache, one behind the other on 64-byte boundaries."""
+    caches, start = [], 0
+    for spec in request.shape.kv_specs(request.context):
+        nbytes = backend.kv_nbytes(spec)
+        caches.append(backend.kv_cache(spec, region[start : start + nbytes]))
+        start = align_up(start + nbytes, 64)
+    return caches
+
+
+def _parts(
+    backend: Backend,
+    weights: dict[str, Weight],
+    store: Store,
+    caches: list[KVCache],
+    settings: Settings,
+) -> Parts:
+    layout = store.layout
+    table = layout.embedding
+    assert len(table.shape) == 2
+    return Parts(
+        backend=backend,
+        weights=weights,
+        embedding=weights.get(_EMBEDDING),
+        embedding_source=((table.shape[0], table.shape[1]), table.format, layout.layout),
+        caches=caches,
+        segments=layout.geometry(settings.experts).segments,
+        layout=layout.layout,
+    )

@@ -1,0 +1,198 @@
+"""From a model folder and a cap to a memory plan, from headers alone."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from aegis.errors import BackendError, UsageError
+from aegis.kernels import registry
+from aegis.kernels.base import BackendUnavailableError, WorkspaceSpec
+from aegis.kernels.sizes import align_up
+from aegis.models import family
+from aegis.planner import MemoryPlan, PlanRequest, PrefillOption
+from aegis.planner import make_plan as plan_request
+from aegis.settings import (
+    ALIGNMENT_NBYTES,
+    DEFAULT_CONTEXT,
+    IO_NBYTES,
+    LOGIT_ROWS,
+    PREFILL_STEPS,
+    RESERVE_NBYTES,
+    Settings,
+    runtime_figures,
+)
+
+if TYPE_CHECKING:
+    from aegis.checkpoint.layout import StoreLayout
+    from aegis.kernels.base import KVSpec, Layout
+    from aegis.models.base import ModelShape
+
+_ROW_ALIGN = 4096
+_SLOT_ALIGN = 4096
+
+
+@dataclass(frozen=True)
+class Request:
+    """Everything decided before the plan: which backend, how long a context, what sizes."""
+
+    settings: Settings
+    backend: str
+    threads: int
+    context: int
+    shape: ModelShape
+    layout: StoreLayout
+    tokenizer_nbytes: int
+    """Size of tokenizer.json: what its tables take in memory follows from it."""
+
+    def workspace(self, step: int) -> WorkspaceSpec:
+        """The largest call of a prefill step."""
+        shape = self.shape
+        return WorkspaceSpec(
+            max_tokens=step,
+            context=self.context,
+            hidden_size=shape.hidden_size,
+            num_attention_heads=shape.num_attention_heads,
+            num_key_value_heads=shape.num_key_value_heads,
+            head_dim=shape.head_dim,
+            moe_intermediate_size=shape.moe_intermediate_size,
+            shared_expert_intermediate_size=shape.shared_expert_intermediate_size,
+            num_experts=shape.num_experts,
+            num_experts_per_tok=shape.num_experts_per_tok,
+            vocab_size=shape.vocab_size,
+            max_logit_rows=LOGIT_ROWS,
+            threads=self.threads,
+            num_resident_weights=_num_resident_weights(self.layout),
+        )
+
+
+def _num_resident_weights(layout: StoreLayout) -> int:
+    shapes = [tensor.shape for tensor in layout.resident.values()]
+    return sum(align_up(s[0], 16) * s[1] for s in shapes if len(s) == 2)
+
+
+def choose_backend(name: str) -> str:
+    """Resolve ``auto`` and check that the backend can run here.
+
+    Raises:
+        BackendError: it cannot; the message says why.
+    """
+    try:
+        return registry.resolve(name)
+    except BackendUnavailableError as error:
+        raise BackendError(str(error)) from None
+
+
+def backend_layout(backend: str) -> Layout:
+    """The store layout that a backend prefers."""
+    return "row" if backend == "mlx" else "il16"
+
+
+def compute_threads(requested: int | None) -> int:
+    """Threads to compute with: as asked for, never more than the cores the process may use.
+
+    Raises:
+        UsageError: fewer than one.
+    """
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    if requested is not None and requested < 1:
+        raise UsageError(f"threads is {requested}; it must be at least 1")
+    return min(requested or cores, cores)
+
+
+def store_layout(path: str | Path, backend: str) -> StoreLayout:
+    """Sizes of a store, or of the store that a checkpoint would become; reads headers only."""
+    from aegis.checkpoint.store import Store, is_store
+    from aegis.convert.layout import layout_of_checkpoint
+
+    if is_store(path):
+        return Store.open(path).layout
+    return layout_of_checkpoint(path, backend_layout(backend))
+
+
+def resolve(
+    path: str | Path, layout: StoreLayout, settings: Settings, backend: str
+) -> Request:
+    """Settle context and threads for the model in ``path``.
+
+    Raises:
+        UsageError: the context is longer than the model's.
+    """
+    shape = family(layout.model_type).shape(layout.config)
+    context = settings.context or min(DEFAULT_CONTEXT, shape.max_position_embeddings)
+    if not 1 <= context <= shape.max_position_embeddings:
+        raise UsageError(
+            f"the context of {context} tokens is outside this model's 1 to"
+            f" {shape.max_position_embeddings}; choose one in that range"
+        )
+    threads = compute_threads(settings.threads)
+    tokenizer = Path(path) / "tokenizer.json"
+    tokenizer_nbytes = tokenizer.stat().st_size if tokenizer.exists() else 0
+    return Request(settings, backend, threads, context, shape, layout, tokenizer_nbytes)
+
+
+def request_plan(request: Request) -> MemoryPlan:
+    """Size every item and spend the cap."""
+    layout, settings, shape = request.layout, request.settings, request.shape
+    sizes = importlib.import_module(f"aegis.kernels.{request.backend}.sizes")
+    workspace_nbytes = cast("Callable[[WorkspaceSpec], int]", sizes.workspace_nbytes)
+    kv_nbytes = cast("Callable[[KVSpec], int]", sizes.kv_nbytes)
+    logits = LOGIT_ROWS * shape.vocab_size * 4
+    row_range = layout.embedding_range
+    row_nbytes = 0 if row_range is None else align_up(row_range.nbytes, _ROW_ALIGN) + _ROW_ALIGN
+    largest = settings.prefill_step or PREFILL_STEPS[0]
+    steps = sorted({min(s, request.context, largest) for s in (*PREFILL_STEPS, largest)})
+    options = [
+        PrefillOption(
+            step,
+            workspace_nbytes(request.workspace(step)) - logits + ALIGNMENT_NBYTES,
+            step * row_nbytes,
+        )
+        for step in steps
+    ]
+    runtime = runtime_figures(request.backend, request.tokenizer_nbytes)
+    tied = shape.tie_word_embeddings or row_range is None
+    if tied and settings.embedding == "disk":
+        raise UsageError(
+            "the embedding table cannot stay on disk: this model's head is tied to it and reads"
+            " all of it for every token; use --embedding ram or auto"
+        )
+    with_table, without = layout.resident_nbytes(), layout.resident_nbytes({"embed_tokens"})
+    return plan_request(
+        PlanRequest(
+            cap_nbytes=settings.cap_nbytes,
+            runtime_nbytes=runtime.steady_nbytes,
+            load_peak_nbytes=runtime.load_peak_nbytes,
+            resident_nbytes=without,
+            embedding_nbytes=with_table - without,
+            kv_nbytes=sum(align_up(kv_nbytes(s), 64) for s in shape.kv_specs(request.context)),
+            options=options,
+            slot_nbytes=layout.geometry(settings.experts).stride,
+            num_moe_layers=len(shape.moe_layers),
+            num_experts=shape.num_experts,
+            num_experts_per_tok=shape.num_experts_per_tok,
+            tied=tied,
+            embedding=settings.embedding,
+            prefill_step=None if settings.prefill_step is None else steps[-1],
+            max_slots=settings.max_slots,
+            logits_nbytes=logits,
+            io_nbytes=IO_NBYTES,
+            reserve_nbytes=RESERVE_NBYTES,
+        )
+    )
+
+
+def make_plan(path: str | Path, settings: Settings) -> MemoryPlan:
+    """The plan for a store or a checkpoint that is not converted yet; nothing is written.
+
+    Raises:
+        CheckpointError, StoreError, UsageError, BackendError: the request cannot be planned. A
+        plan that does not fit is returned with ``feasible`` false, not raised.
+    """
+    backend = choose_backend(settings.backend)
+    return request_plan(resolve(path, store_layout(path, backend), settings, backend))
