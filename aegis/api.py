@@ -73,9 +73,10 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
     """Token ids of a prompt: text is taken as it is, messages through the chat template."""
     if isinstance(prompt, str):
         return tokenizer.encode(prompt)
-    if len(prompt) and isinstance(prompt[0], dict):
-        return tokenizer.encode_chat(list(prompt))  # type: ignore[arg-type]
-    return [int(token) for token in prompt]  # type: ignore[call-overload]
+    messages = [item for item in prompt if isinstance(item, dict)]
+    if messages:
+        return tokenizer.encode_chat(messages)
+    return [int(item) for item in prompt if not isinstance(item, dict)]
 
 
 def stream_generate(

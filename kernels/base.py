@@ -236,9 +236,13 @@ class SlotMemory(Protocol):
 class Backend(Protocol):
     """A compute backend. Weights are bound at open; calls allocate nothing large."""
 
-    name: str
-    layouts: Sequence[Layout]
-    """Store layouts it can read, preferred first."""
+    @property
+    def name(self) -> str:
+        """The name that ``--backend`` takes."""
+
+    @property
+    def layouts(self) -> Sequence[Layout]:
+        """Store layouts it can read, preferred first."""
 
     def describe(self) -> str:
         """One line for people: instruction set, threads, device."""

@@ -22,9 +22,7 @@ _ALIGN = 4096
 class DiskEmbedding:
     """Reads rows past the page cache into a fixed buffer, one piece per token of a chunk."""
 
-    def __init__(
-        self, store: Store, embedding: EmbeddingBlock, buffer: NDArray[np.uint8]
-    ) -> None:
+    def __init__(self, store: Store, embedding: EmbeddingBlock, buffer: NDArray[np.uint8]) -> None:
         """buffer: page-aligned, (row_nbytes rounded up to 4096, plus 4096) per row of a chunk."""
         self._embedding, self._offset = embedding, store.layout.embedding.offset
         self._file = store.resident_path
@@ -51,7 +49,7 @@ class DiskEmbedding:
     def _read(self, piece: NDArray[np.uint8], start: int, needed: int) -> None:
         want = min(align_up(needed, _ALIGN), self._file_nbytes - start)
         try:
-            got = os.preadv(self._fd, [piece[: align_up(want, _ALIGN)]], start)
+            got = os.preadv(self._fd, [piece[: align_up(want, _ALIGN)].data], start)
         except OSError as error:
             raise ReadError(f"{self._file} cannot be read at {start}: {error.strerror}") from error
         if got < needed:
@@ -65,4 +63,3 @@ class DiskEmbedding:
     def close(self) -> None:
         """Close the file."""
         os.close(self._fd)
-

@@ -140,11 +140,8 @@ class Engine:
         """
         self._check(ids)
         start = min(self.cached_prefix(ids), len(ids) - 1)
-        hidden = None
-        for hidden, _ in self._hidden(ids, start):
-            pass
-        assert hidden is not None
-        return hidden[-1:]
+        hidden = [chunk[-1:] for chunk, _ in self._hidden(ids, start)]
+        return hidden[-1]
 
     def feed_token(self, token: int) -> Any:
         """Compute one more token behind everything cached; its hidden state [1, H]."""
@@ -251,9 +248,7 @@ class Engine:
         except TiersError as error:
             raise self._opened.read_error(error) from error
 
-    def _logit_blocks(
-        self, hidden: Any, first: int
-    ) -> Iterator[tuple[int, NDArray[np.float32]]]:
+    def _logit_blocks(self, hidden: Any, first: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
         from aegis.settings import LOGIT_ROWS
 
         for row in range(first, len(hidden), LOGIT_ROWS):

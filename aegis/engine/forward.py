@@ -75,7 +75,7 @@ class Forward:
             routing = layer.router(x, candidates)
             experts, rows = np.unique(routing.experts, return_counts=True)
             guess = np.sort(routing.guess) if len(routing.guess) else None
-            batches = self._tiers.prefill_layer(layer.moe_index, experts, guess, rows)
+            batches = self._tiers.prefill_layer(layer.moe_index, experts, guess, rows.tolist())
             layer.experts.begin(x, routing)
             for batch, slots in batches:
                 layer.experts.add(batch, slots)

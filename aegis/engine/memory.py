@@ -27,7 +27,7 @@ def resident_nbytes() -> int:
     now = _status_nbytes("VmRSS")
     if now is not None:
         return now
-    import psutil
+    import psutil  # type: ignore[import-untyped,unused-ignore]
 
     return int(psutil.Process().memory_info().rss)
 

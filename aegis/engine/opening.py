@@ -157,9 +157,7 @@ def _allocate(
     )
     backend = registry.create(request.backend, request.threads)
     workspace = request.workspace(plan.prefill_step)
-    backend.open_workspace(
-        workspace, arena.take("workspace", backend.workspace_nbytes(workspace))
-    )
+    backend.open_workspace(workspace, arena.take("workspace", backend.workspace_nbytes(workspace)))
     caches = _caches(backend, request, arena.take("kv_cache", items["kv_cache"]))
     rows = arena.take("embedding_rows", items["embedding_rows"], _ALIGN) if on_disk else None
     slots = SlotPool.in_arena(arena, plan.total_slots, geometry.stride)

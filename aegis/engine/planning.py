@@ -115,9 +115,7 @@ def store_layout(path: str | Path, backend: str) -> StoreLayout:
     return layout_of_checkpoint(path, backend_layout(backend))
 
 
-def resolve(
-    path: str | Path, layout: StoreLayout, settings: Settings, backend: str
-) -> Request:
+def resolve(path: str | Path, layout: StoreLayout, settings: Settings, backend: str) -> Request:
     """Settle context and threads for the model in ``path``.
 
     Raises:

@@ -98,7 +98,9 @@ class Family(Protocol):
         """The decoder over loaded weights."""
 
 
-def submodule(weights: Mapping[str, Weight], prefix: str, names: Mapping[str, str]) -> dict[str, Any]:
+def submodule(
+    weights: Mapping[str, Weight], prefix: str, names: Mapping[str, str]
+) -> dict[str, Weight]:
     """Pick ``prefix + names[key]`` for every key whose tensor exists."""
     picked = {key: weights.get(prefix + name) for key, name in names.items()}
     return {key: weight for key, weight in picked.items() if weight is not None}

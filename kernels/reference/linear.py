@@ -43,7 +43,9 @@ def linear(
     return out if bias is None else out + bias
 
 
-def rms_norm(x: NDArray[np.float32], weight: NDArray[np.float32], eps: float) -> NDArray[np.float32]:
+def rms_norm(
+    x: NDArray[np.float32], weight: NDArray[np.float32], eps: float
+) -> NDArray[np.float32]:
     """weight * x / sqrt(mean(x^2) + eps) over the last axis."""
     mean = np.mean(np.square(x), axis=-1, keepdims=True, dtype=F32)
     return np.asarray(weight * (x / np.sqrt(mean + F32(eps))), F32)
