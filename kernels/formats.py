@@ -49,6 +49,9 @@ __all__ = [
     "unpack_codes",
 ]
 
+_REQUANTIZE_CODES = 1 << 18
+"""Codes requantised at once, which bounds the temporaries to a few MiB."""
+
 U8 = NDArray[np.uint8]
 U32 = NDArray[np.uint32]
 F32 = NDArray[np.float32]
@@ -348,14 +351,30 @@ def requantize_3bit(arrays: MlxArrays, fmt: Format) -> tuple[MlxArrays, Format]:
     """
     if fmt.kind != "affine" or fmt.bits != 4:
         raise FormatError("3-bit experts are derived from 4-bit weights")
-    scales, biases = (to_f32(raw, fmt) for raw in _params(arrays))
-    codes = unpack_codes(arrays.weight, 4)
-    grouped = codes.reshape(*scales.shape, fmt.group_size)
-    new_scale, new_bias, table = _edges_3bit(grouped, scales, biases, fmt)
-    new_codes = np.take_along_axis(table, grouped, axis=-1).reshape(codes.shape)
-    new_fmt = Format("affine", fmt.dtype, 3, fmt.group_size)
-    packed = pack_codes(new_codes, 3)
-    return MlxArrays(packed, from_f32(new_scale, fmt), from_f32(new_bias, fmt)), new_fmt
+    scales, biases = _params(arrays)
+    rows, words = arrays.weight.shape
+    out = MlxArrays(
+        np.empty((rows, words * 3 // 4), dtype=np.uint32),
+        np.empty_like(scales),
+        np.empty_like(biases),
+    )
+    step = max(1, _REQUANTIZE_CODES // (words * 8))
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        pieces = _requantize_rows(arrays.weight[part], scales[part], biases[part], fmt)
+        for target, piece in zip(out, pieces, strict=True):
+            if target is not None:
+                target[part] = piece
+    return out, Format("affine", fmt.dtype, 3, fmt.group_size)
+
+
+def _requantize_rows(words: U32, scales: Raw, biases: Raw, fmt: Format) -> tuple[Raw, Raw, Raw]:
+    codes = unpack_codes(words, 4).reshape(*scales.shape, fmt.group_size)
+    scale, bias, table = _edges_3bit(codes, to_f32(scales, fmt), to_f32(biases, fmt), fmt)
+    # One flat lookup: entry (group * 16 + old code) of all groups' tables.
+    offsets = np.arange(0, table.size, 16, dtype=np.intp).reshape(*scales.shape, 1)
+    new_codes = table.reshape(-1)[offsets + codes].reshape(words.shape[0], -1)
+    return pack_codes(new_codes, 3), from_f32(scale, fmt), from_f32(bias, fmt)
 
 
 def _edges_3bit(grouped: U8, scales: F32, biases: F32, fmt: Format) -> tuple[F32, F32, U8]:

@@ -10,6 +10,7 @@ import errno
 import mmap
 import os
 import sys
+import zlib
 from pathlib import Path
 from types import TracebackType
 
@@ -56,10 +57,15 @@ def drop_pages(fd: int, offset: int = 0, nbytes: int = 0) -> None:
 
 
 class UncachedReader:
-    """Reads byte ranges of a file through one small window of its own."""
+    """Reads byte ranges of a file through one small window of its own.
 
-    def __init__(self, path: Path, window_nbytes: int = PIECE_NBYTES) -> None:
-        self._path = path
+    A read brings at least ``ahead_nbytes``, so that the next one may find its bytes in the window.
+    """
+
+    def __init__(
+        self, path: Path, window_nbytes: int = PIECE_NBYTES, ahead_nbytes: int = PIECE_NBYTES
+    ) -> None:
+        self._path, self._ahead = path, ahead_nbytes
         self._fd, self._direct = open_uncached(path, os.O_RDONLY)
         self._window = aligned_buffer(-(-window_nbytes // ALIGN) * ALIGN + ALIGN)
         self._start = self._end = 0
@@ -100,10 +106,11 @@ class UncachedReader:
     def _load(self, offset: int, wanted: int) -> None:
         """Move the window to ``offset``; it may hold more than is wanted for the next call."""
         start = offset // ALIGN * ALIGN
+        size = -(-(offset - start + max(wanted, self._ahead)) // ALIGN) * ALIGN
         self._start = self._end = start
         filled = 0
         while start + filled <= offset:
-            got = os.preadv(self._fd, [self._window[filled:].data], start + filled)
+            got = os.preadv(self._fd, [self._window[filled:size].data], start + filled)
             filled += got
             if not self._direct:
                 drop_pages(self._fd, start, filled)
@@ -187,3 +194,32 @@ def sync_folder(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Replace a small file atomically and durably."""
+    temporary = path.with_name(f".{path.name}.new")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    with os.fdopen(fd, "wb", buffering=0) as file:
+        view = memoryview(data)
+        while view:
+            view = view[file.write(view) :]
+        os.fsync(fd)
+        drop_pages(fd)
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+def copy_file(source: Path, target: Path) -> tuple[int, int]:
+    """Copy a file in pieces, leaving neither in the page cache; its size and CRC-32."""
+    size = crc = 0
+    with source.open("rb", buffering=0) as reader, target.open("xb", buffering=0) as writer:
+        while piece := reader.read(PIECE_NBYTES):
+            crc, size = zlib.crc32(piece, crc), size + len(piece)
+            view = memoryview(piece)
+            while view:
+                view = view[writer.write(view) :]
+        os.fsync(writer.fileno())
+        drop_pages(reader.fileno())
+        drop_pages(writer.fileno())
+    return size, crc

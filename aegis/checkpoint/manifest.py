@@ -39,8 +39,8 @@ class Manifest:
     experts_crc32: Checksums
     experts_3bit_crc32: Checksums | None = None
     """None: the store has no 3-bit expert files."""
-    files: Mapping[str, int] = field(default_factory=dict)
-    """Copied files (tokenizer, configs) and their sizes."""
+    files: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Copied files (tokenizer, configs): size and checksum of each."""
     source: Mapping[str, Any] = field(default_factory=dict)
     """Where the store came from: name and identity of the checkpoint."""
 
@@ -135,7 +135,7 @@ def _decode_body(body: Mapping[str, Any], where: str) -> Manifest:
         resident_crc32={tensor["name"]: tensor["crc32"] for tensor in body["resident"]},
         experts_crc32=_checksums(body["experts"], layout),
         experts_3bit_crc32=None if three is None else _checksums(three, layout),
-        files=body["files"],
+        files={name: (size, crc) for name, (size, crc) in body["files"].items()},
         source=body["source"],
     )
     if encode(manifest) != json.dumps(body, separators=(",", ":")).encode():

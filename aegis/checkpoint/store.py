@@ -92,7 +92,7 @@ class Store:
         return [expert_file(self.path, layer, experts) for layer in self.layout.moe_layers]
 
     def _check_sizes(self) -> None:
-        expected = {self.path / name: size for name, size in self.manifest.files.items()}
+        expected = {self.path / name: size for name, (size, _) in self.manifest.files.items()}
         expected[self.resident_path] = self.layout.resident_file_nbytes
         kinds: list[ExpertBits] = ["4bit", "3bit"] if self.has_3bit else ["4bit"]
         for kind in kinds:

@@ -1,0 +1,203 @@
+"""Convert a checkpoint into a store: streaming, atomic, and without filling the page cache."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from aegis.checkpoint.config import COPIED_FILES
+from aegis.checkpoint.fileio import (
+    PIECE_NBYTES,
+    UncachedWriter,
+    aligned_buffer,
+    copy_file,
+    sync_folder,
+    write_file,
+)
+from aegis.checkpoint.layout import PARTS, StoreLayout
+from aegis.checkpoint.manifest import Checksums, Manifest, encode
+from aegis.checkpoint.source import Checkpoint
+from aegis.checkpoint.store import EXPERT_FOLDERS, MANIFEST, RESIDENT, Store, expert_file, is_store
+from aegis.convert.build import (
+    check_space,
+    disk_errors,
+    locked,
+    partial_folder,
+    prepare_parent,
+    remove_leftovers,
+)
+from aegis.convert.identity import identity_of
+from aegis.convert.layout import layout_of, resolve_checkpoint
+from aegis.convert.names import Resolved
+from aegis.convert.source_data import Streams, packed
+from aegis.convert.three_bit import write_3bit
+from aegis.errors import StoreError
+from aegis.kernels.base import Layout
+from aegis.kernels.sizes import RECORD_ALIGN, RESIDENT_ALIGN
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes written so far and in all."""
+
+_COPIED_LIMIT_NBYTES = 1 << 30
+
+
+def convert(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    layout: Layout = "il16",
+    experts3bit: bool = False,
+    progress: Progress | None = None,
+    piece_nbytes: int = PIECE_NBYTES,
+    replace_damaged: bool = False,
+) -> Store:
+    """Convert a checkpoint folder into a store at ``destination`` and open it.
+
+    A store of the same checkpoint and layout that is there already is used. ``piece_nbytes``
+    bounds each buffer; the whole conversion holds a few of them and two expert records.
+    ``replace_damaged``: a store at ``destination`` that cannot be opened is converted anew.
+
+    Raises:
+        CheckpointError: the source is damaged, incomplete or not supported.
+        StoreError: the destination cannot be written, or holds something else.
+    """
+    target = Path(destination).absolute()
+    checkpoint, resolved = resolve_checkpoint(Checkpoint.open(source))
+    plan = layout_of(checkpoint, resolved, layout)
+    identity = identity_of(checkpoint)
+    prepare_parent(target)
+    with disk_errors(target.parent), locked(target):
+        remove_leftovers(target)
+        found = _existing(target, layout, identity, replace_damaged)
+        if found is None:
+            job = _Job(checkpoint, resolved, plan, experts3bit, progress, piece_nbytes)
+            check_space(target.parent, job.total_nbytes)
+            with partial_folder(target, replace_damaged) as folder:
+                job.write(folder, identity)
+            found = Store.open(target)
+        elif experts3bit and not found.has_3bit:
+            write_3bit(found, progress)
+            found = Store.open(target)
+    return found
+
+
+def _existing(target: Path, layout: Layout, identity: str, replace_damaged: bool) -> Store | None:
+    """The store that is already there, if it is the one wanted; None: it has to be made."""
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return None
+    try:
+        if not is_store(target):
+            raise StoreError(f"{target} exists and is not a store; choose another destination")
+        store = Store.open(target)
+    except StoreError:
+        if replace_damaged:
+            return None
+        raise
+    if store.layout.layout != layout or store.manifest.source.get("identity") != identity:
+        raise StoreError(
+            f"{target} holds the store of another checkpoint or layout; remove it or choose"
+            " another destination"
+        )
+    return store
+
+
+class _Job:
+    """One conversion into a folder of its own."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        resolved: Resolved,
+        plan: StoreLayout,
+        experts3bit: bool,
+        progress: Progress | None,
+        piece_nbytes: int,
+    ) -> None:
+        self._checkpoint, self._resolved, self._plan = checkpoint, resolved, plan
+        self._experts3bit = experts3bit
+        self._progress, self._piece_nbytes = progress, piece_nbytes
+        self._done = 0
+        kinds = plan.experts_nbytes() + (plan.experts_nbytes("3bit") if experts3bit else 0)
+        self.total_nbytes = plan.resident_file_nbytes + kinds
+
+    def _report(self, nbytes: int) -> None:
+        self._done += nbytes
+        if self._progress:
+            self._progress(self._done, self.total_nbytes)
+
+    def write(self, folder: Path, identity: str) -> None:
+        """Write every file of the store; store.json comes last."""
+        files = self._copy_files(folder)
+        with Streams(self._piece_nbytes) as streams:
+            resident = self._write_resident(folder, streams)
+            experts = self._write_experts(folder, streams)
+        source: dict[str, Any] = {"name": self._checkpoint.path.resolve().name}
+        source["identity"] = identity
+        manifest = Manifest(self._plan, resident, experts, files=files, source=source)
+        write_file(folder / MANIFEST, encode(manifest))
+        if self._experts3bit:
+            written = self._done
+            write_3bit(
+                Store.open(folder), lambda done, _: self._report(written + done - self._done)
+            )
+
+    def _copy_files(self, folder: Path) -> dict[str, tuple[int, int]]:
+        files = {}
+        for name in COPIED_FILES:
+            source = self._checkpoint.path / name
+            if source.is_file() and source.stat().st_size <= _COPIED_LIMIT_NBYTES:
+                files[name] = copy_file(source, folder / name)
+        return files
+
+    def _write_resident(self, folder: Path, streams: Streams) -> dict[str, int]:
+        checksums = {}
+        with UncachedWriter(folder / RESIDENT, self._piece_nbytes) as writer:
+            for name, tensor in self._plan.resident.items():
+                weight = self._resolved.resident[name]
+                crc, start = 0, writer.written
+                rows = range(weight.shape[0])
+                for piece in packed(
+                    streams, "r", weight, rows, tensor.format, self._plan.layout, RESIDENT_ALIGN
+                ):
+                    crc = zlib.crc32(piece.data, crc)
+                    writer.write(piece)
+                checksums[name] = crc
+                writer.pad_to(RECORD_ALIGN)
+                self._report(writer.written - start)
+        return checksums
+
+    def _write_experts(self, folder: Path, streams: Streams) -> Checksums:
+        (folder / EXPERT_FOLDERS["4bit"]).mkdir()
+        record = aligned_buffer(self._plan.experts.stride)
+        layers = []
+        for layer in self._plan.moe_layers:
+            checksums = []
+            with UncachedWriter(expert_file(folder, layer), self._piece_nbytes) as writer:
+                for expert in range(self._plan.num_experts):
+                    self._fill_record(record, streams, layer, expert)
+                    checksums.append(zlib.crc32(record.data))
+                    writer.write(record)
+                    self._report(record.size)
+            layers.append(tuple(checksums))
+        sync_folder(folder / EXPERT_FOLDERS["4bit"])
+        return tuple(layers)
+
+    def _fill_record(
+        self, record: np.ndarray[Any, np.dtype[np.uint8]], streams: Streams, layer: int, expert: int
+    ) -> None:
+        """Padding is zero from the start and never written, so every record is deterministic."""
+        layout = self._plan.layout
+        align = RESIDENT_ALIGN if layout == "il16" else RECORD_ALIGN
+        for part in PARTS:
+            segment = self._plan.experts.segments[part]
+            source = self._resolved.experts[layer][part]
+            weight, first = source.of(expert)
+            rows = range(first, first + source.rows)
+            offset = segment.offset
+            for piece in packed(streams, part, weight, rows, segment.format, layout, align):
+                record[offset : offset + piece.size] = piece
+                offset += piece.size

@@ -1,0 +1,52 @@
+"""What makes a checkpoint this checkpoint, cheap enough to compute at every start."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from aegis.checkpoint.source import Checkpoint
+
+_SAMPLES = 16
+_SAMPLE_NBYTES = 4096
+
+
+def embedded_path() -> Path:
+    """The checkpoint folder of the model that is installed with aegis."""
+    import aegis.embedded
+
+    return Path(aegis.embedded.__path__[0])
+
+
+def identity_of(checkpoint: Checkpoint) -> str:
+    """A hex digest over config, tensor places, file sizes, times, and samples of the data.
+
+    It does not depend on where the folder lies. Times don't count for the embedded model, which
+    every installation writes anew.
+    """
+    digest = hashlib.sha256()
+    digest.update((checkpoint.path / "config.json").read_bytes())
+    for name in sorted(checkpoint.tensors):
+        tensor = checkpoint.tensors[name]
+        digest.update(f"{name} {tensor.dtype} {tensor.shape} {tensor.offset}\n".encode())
+    timed = checkpoint.path.resolve() != embedded_path().resolve()
+    for file in checkpoint.files:
+        _update(digest, file, timed)
+    return digest.hexdigest()
+
+
+def _update(digest: hashlib._Hash, file: Path, timed: bool) -> None:
+    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        status = os.fstat(fd)
+        digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns * timed}\n".encode())
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+        step = max(_SAMPLE_NBYTES, status.st_size // _SAMPLES)
+        for offset in range(0, status.st_size, step):
+            digest.update(os.pread(fd, _SAMPLE_NBYTES, offset))
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)

@@ -1,0 +1,114 @@
+"""Derive 3-bit expert files from a store's 4-bit ones."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aegis.checkpoint.fileio import (
+    PIECE_NBYTES,
+    UncachedReader,
+    UncachedWriter,
+    aligned_buffer,
+    write_file,
+)
+from aegis.checkpoint.layout import PARTS, ExpertGeometry
+from aegis.checkpoint.manifest import Checksums, encode
+from aegis.checkpoint.store import EXPERT_FOLDERS, MANIFEST, Store, expert_file
+from aegis.convert.build import (
+    check_space,
+    disk_errors,
+    locked,
+    partial_folder,
+    prepare_parent,
+    remove_leftovers,
+)
+from aegis.errors import StoreError
+from aegis.kernels.base import Layout, Weight
+from aegis.kernels.formats import pack, requantize_3bit, unpack
+from aegis.kernels.sizes import RECORD_ALIGN, RESIDENT_ALIGN
+
+U8 = NDArray[np.uint8]
+
+
+def add_3bit(path: str | Path, progress: Callable[[int, int], None] | None = None) -> Store:
+    """Add 3-bit expert files to a store, unless it has them; the store opened again.
+
+    Raises:
+        StoreError: the store is damaged, has no 4-bit experts, or cannot be written.
+    """
+    folder = Path(path).absolute()
+    prepare_parent(folder)
+    with disk_errors(folder), locked(folder):
+        store = Store.open(folder)
+        if not store.has_3bit:
+            write_3bit(store, progress)
+    return Store.open(folder)
+
+
+def write_3bit(store: Store, progress: Callable[[int, int], None] | None = None) -> None:
+    """Write the 3-bit files of a store that lacks them; the caller holds the store's lock.
+
+    store.json is replaced last, so an interrupted run leaves the store as it was.
+    """
+    layout = store.layout
+    if layout.experts_3bit is None:
+        raise StoreError(f"{store.path} has no 4-bit experts to derive 3-bit ones from")
+    target = store.path / EXPERT_FOLDERS["3bit"]
+    remove_leftovers(target)
+    total = layout.experts_nbytes("3bit")
+    check_space(store.path, total)
+    checksums = []
+    with partial_folder(target, replace=True) as folder:
+        for layer in layout.moe_layers:
+            checksums.append(_convert_layer(store, folder, layer))
+            if progress:
+                progress(total * len(checksums) // len(layout.moe_layers), total)
+    write_file(store.path / MANIFEST, encode(store.manifest.with_3bit(tuple(checksums))))
+
+
+def _convert_layer(store: Store, folder: Path, layer: int) -> tuple[int, ...]:
+    layout, old, new = store.layout, store.layout.geometry("4bit"), store.layout.geometry("3bit")
+    expected = _checksums_of(store.manifest.experts_crc32, layout.moe_layers, layer)
+    record, out = aligned_buffer(old.stride), aligned_buffer(new.stride)
+    checksums = []
+    source = expert_file(store.path, layer)
+    with (
+        UncachedReader(source) as reader,
+        UncachedWriter(folder / source.name, PIECE_NBYTES) as writer,
+    ):
+        for expert in range(layout.num_experts):
+            reader.read_into(expert * old.stride, record)
+            if zlib.crc32(record.data) != expected[expert]:
+                raise StoreError(
+                    f"{source}: expert {expert} of layer {layer} is damaged (checksum mismatch);"
+                    " convert the model again"
+                )
+            _convert_record(record, old, out, new, layout.layout)
+            checksums.append(zlib.crc32(out.data))
+            writer.write(out)
+    return tuple(checksums)
+
+
+def _checksums_of(checksums: Checksums, layers: tuple[int, ...], layer: int) -> tuple[int, ...]:
+    return checksums[layers.index(layer)]
+
+
+def _convert_record(
+    record: U8, old: ExpertGeometry, out: U8, new: ExpertGeometry, layout: Layout
+) -> None:
+    align = RESIDENT_ALIGN if layout == "il16" else RECORD_ALIGN
+    for part in PARTS:
+        before, after = old.segments[part], new.segments[part]
+        data = record[before.offset : before.offset + before.nbytes]
+        target = out[after.offset : after.offset + after.nbytes]
+        if before.format == after.format:
+            target[:] = data
+            continue
+        arrays = unpack(Weight(before.shape, before.format, layout, data), align=align)
+        three, fmt = requantize_3bit(arrays, before.format)
+        pack(three, fmt, layout, align=align, out=target)
