@@ -1,0 +1,1 @@
+"""C++ kernels for the CPU (module ``_native``) and the backend made of them."""

@@ -1,5 +1,78 @@
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
+UNORDERED_ROWS: int
+
+class Pool:
+    """The caller and threads - 1 workers."""
+
+    def __init__(self, threads: int) -> None: ...
+    @property
+    def threads(self) -> int: ...
+    def set_threads(self, threads: int) -> None: ...
+
+class LinearDesc:
+    """One il16 weight at an address; bits 0 is dense."""
+
+    def __init__(
+        self, address: int, rows: int, in_features: int, bits: int, dtype: str, bias: int = 0
+    ) -> None: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def in_features(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+class Experts:
+    """Experts block over slots (see aegis.kernels.native.moe)."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        shape: tuple[int, ...],
+        slot_base: int,
+        slot_stride: int,
+        slot_count: int,
+        routed: tuple[LinearDesc, ...],
+        shared: tuple[LinearDesc, ...] | None,
+        shared_gate: LinearDesc | None,
+        scratch: int,
+        scratch_nbytes: int,
+    ) -> None: ...
+    def begin(
+        self,
+        x: NDArray[np.float32],
+        normed: NDArray[np.float32],
+        experts: NDArray[np.int32],
+        weights: NDArray[np.float32],
+    ) -> None: ...
+    def add(self, experts: NDArray[np.int32], slots: NDArray[np.int32]) -> None: ...
+    def finish(self) -> None: ...
+    def run(
+        self,
+        x: NDArray[np.float32],
+        normed: NDArray[np.float32],
+        chosen: NDArray[np.int32],
+        weights: NDArray[np.float32],
+        experts: NDArray[np.int32],
+        slots: NDArray[np.int32],
+    ) -> None: ...
+
+def experts_scratch_nbytes(shape: tuple[int, ...]) -> int: ...
+def linear(
+    pool: Pool, desc: LinearDesc, x: NDArray[np.float32], out: NDArray[np.float32]
+) -> None: ...
+def isa() -> str: ...
+def isas() -> list[str]: ...
+def select_isa(name: str) -> None: ...
+def usable_processors() -> int: ...
+def time_linears(pool: Pool, descs: list[LinearDesc], tokens: int, repeats: int) -> float: ...
+def time_read(pool: Pool, address: int, nbytes: int, repeats: int) -> float: ...
+def fma_peak(pool: Pool, repeats: int) -> float: ...
+
 class ReadPool:
     """Reader threads with two queues: demand before guess (see aegis.tiers.read_pool)."""
 

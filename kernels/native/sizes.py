@@ -1,0 +1,98 @@
+"""Workspace of the native backend: what lies where, from shapes alone (standard library only).
+
+The C++ experts block carves the same pieces in the same order and refuses a scratch that is too
+small.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from aegis.kernels.base import WorkspaceSpec
+from aegis.kernels.native.sizes_attention import (
+    attention_scratch_nbytes,
+    head_scratch_nbytes,
+    kv_nbytes,
+    router_scratch_nbytes,
+)
+
+__all__ = ["Region", "experts_scratch_nbytes", "kv_nbytes", "regions", "workspace_nbytes"]
+
+UNORDERED_ROWS = 8
+"""Up to so many rows an experts call keeps every result, so its experts may come in any order."""
+
+ACT_ROWS = 128
+"""(row, expert) pairs whose activations are in memory together."""
+
+TILE_ROWS = 64
+"""Rows of one expert that are computed together."""
+
+_LINE = 64
+_NUMBER = 4
+
+
+class Region(NamedTuple):
+    """A piece of the workspace, in bytes."""
+
+    offset: int
+    nbytes: int
+
+
+def _lines(*counts: int) -> int:
+    """Bytes of pieces of so many 4-byte numbers, each rounded up to a cache line."""
+    return sum(-(-count * _NUMBER // _LINE) * _LINE for count in counts)
+
+
+def experts_scratch_nbytes(spec: WorkspaceSpec) -> int:
+    """Row sums, accumulators or kept results, gates, activations, and pairs sorted by expert."""
+    tokens, hidden, choices = spec.max_tokens, spec.hidden_size, spec.num_experts_per_tok
+    inner, shared = spec.moe_intermediate_size, spec.shared_expert_intermediate_size
+    few = min(tokens, UNORDERED_ROWS)
+    act_rows = min(ACT_ROWS, tokens * choices)
+    shared_rows = min(TILE_ROWS, tokens) if shared else 0
+    return _lines(
+        tokens * (hidden // 64),
+        max(tokens, few * (choices + 2)) * hidden,
+        tokens,
+        act_rows * (inner + 16),
+        act_rows * (inner // 64),
+        shared_rows * (shared + 16),
+        shared_rows * (shared // 64),
+        spec.num_experts + 1,
+        tokens * choices,
+    )
+
+
+def scratch_nbytes(spec: WorkspaceSpec) -> int:
+    """The largest scratch of any block; no block runs inside another."""
+    return max(
+        experts_scratch_nbytes(spec),
+        attention_scratch_nbytes(spec),
+        router_scratch_nbytes(spec),
+        head_scratch_nbytes(spec),
+    )
+
+
+def regions(spec: WorkspaceSpec) -> dict[str, Region]:
+    """The workspace's pieces by name, in order."""
+    tokens, choices = spec.max_tokens, spec.num_experts_per_tok
+    sizes = {
+        "hidden": _lines(tokens * spec.hidden_size),
+        "normed": _lines(tokens * spec.hidden_size),
+        "weights": _lines(tokens * choices),
+        "experts": _lines(tokens * choices),
+        "guess": _lines(spec.num_experts),
+        "logits": _lines(spec.max_logit_rows * spec.vocab_size),
+        "scratch": scratch_nbytes(spec),
+    }
+    found, offset = {}, 0
+    for name, nbytes in sizes.items():
+        found[name] = Region(offset, nbytes)
+        offset += nbytes
+    return found
+
+
+def workspace_nbytes(spec: WorkspaceSpec) -> int:
+    """Bytes of the whole workspace, with room to start it on a cache line."""
+    last = regions(spec)["scratch"]
+    return last.offset + last.nbytes + _LINE
