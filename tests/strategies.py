@@ -1,0 +1,291 @@
+"""Random small qwen2_moe checkpoints in the format that mlx-lm writes, and strategies for them.
+
+``write_checkpoint(path, seed, **choices)`` is deterministic: the same arguments give the same
+bytes. Every module draws from a generator of its own, so changing how one is stored leaves all
+others as they were; ``expert_bits=3`` and ``expert_bits=4, expert_code_bits=3`` are the same model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from aegis.kernels import formats
+
+TOKENIZER = Path(__file__).parent / "goldens" / "qwen2_moe"
+
+Tensor = tuple[str, np.ndarray[Any, np.dtype[Any]]]
+"""A safetensors type name and raw numbers."""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """A small model's shape and how it is stored."""
+
+    hidden_size: int = 128
+    num_hidden_layers: int = 2
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    head_dim: int = 32
+    num_experts: int = 6
+    num_experts_per_tok: int = 2
+    moe_intermediate_size: int = 64
+    shared_expert_intermediate_size: int = 64
+    """0: no shared expert."""
+    vocab_size: int = 512
+    """At least 512, the size of the tokenizer that is written too."""
+    tie_word_embeddings: bool = False
+    norm_topk_prob: bool = False
+    qkv_bias: bool = True
+    bits: tuple[int, ...] = (4,)
+    """The default width, then others that modules draw from."""
+    expert_bits: int | None = None
+    """The width of every expert matrix; None: drawn per matrix."""
+    expert_code_bits: int | None = None
+    """Expert codes are below 2 ** this, whatever width they are stored at; None: all codes."""
+    dense_router: bool = False
+    dense: bool = False
+    """Nothing is quantised, as in a plain bfloat16 checkpoint."""
+    separate_experts: bool = False
+    """``experts.N.*`` rather than stacked ``switch_mlp``."""
+    shards: int = 1
+    """Above 1: that many files and an index."""
+
+
+def write_checkpoint(path: str | Path, seed: int = 0, **choices: Any) -> Path:
+    """Write a checkpoint folder; ``choices`` are fields of ``Choices``."""
+    return write_choices(path, seed, Choices(**choices))
+
+
+def write_choices(path: str | Path, seed: int, choices: Choices) -> Path:
+    """Write the checkpoint folder that ``choices`` and ``seed`` describe."""
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    builder = _Builder(seed, choices)
+    builder.build()
+    write_config(folder, config_of(choices, builder.entries))
+    _write_files(folder, builder.tensors, choices.shards)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(TOKENIZER / name, folder / name)
+    return folder
+
+
+def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write config.json."""
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+
+
+def config_of(choices: Choices, entries: Mapping[str, int]) -> dict[str, Any]:
+    """config.json; ``entries`` are the modules whose width is not the default."""
+    shape_names = set(asdict(choices)) - {
+        "bits",
+        "expert_bits",
+        "expert_code_bits",
+        "dense_router",
+        "dense",
+        "separate_experts",
+        "shards",
+    }
+    config: dict[str, Any] = {name: getattr(choices, name) for name in sorted(shape_names)}
+    config |= {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "model_type": "qwen2_moe",
+        "hidden_act": "silu",
+        "intermediate_size": 256,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+        "torch_dtype": "bfloat16",
+        "use_sliding_window": False,
+    }
+    if not choices.dense:
+        quantization: dict[str, Any] = {"group_size": 64, "bits": choices.bits[0], "mode": "affine"}
+        quantization |= {m: {"group_size": 64, "bits": bits} for m, bits in entries.items()}
+        config["quantization"] = config["quantization_config"] = quantization
+    return config
+
+
+class _Builder:
+    """Draws every tensor of a checkpoint."""
+
+    def __init__(self, seed: int, choices: Choices) -> None:
+        self._seed, self._choices = seed, choices
+        self.tensors: dict[str, Tensor] = {}
+        self.entries: dict[str, int] = {}
+
+    def _rng(self, name: str) -> np.random.Generator:
+        return np.random.default_rng([self._seed, zlib.crc32(name.encode())])
+
+    def build(self) -> None:
+        c = self._choices
+        self._linear("model.embed_tokens", (c.vocab_size, c.hidden_size), gain=8.0)
+        for layer in range(c.num_hidden_layers):
+            self._layer(f"model.layers.{layer}.")
+        self._vector("model.norm.weight", c.hidden_size, 1.0)
+        if not c.tie_word_embeddings:
+            self._linear("lm_head", (c.vocab_size, c.hidden_size), gain=2.0)
+
+    def _layer(self, prefix: str) -> None:
+        c = self._choices
+        q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        self._vector(prefix + "input_layernorm.weight", c.hidden_size, 1.0)
+        self._vector(prefix + "post_attention_layernorm.weight", c.hidden_size, 1.0)
+        for name, rows in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
+            self._linear(f"{prefix}self_attn.{name}", (rows, c.hidden_size))
+            if c.qkv_bias:
+                self._vector(f"{prefix}self_attn.{name}.bias", rows, 0.0)
+        self._linear(prefix + "self_attn.o_proj", (c.hidden_size, q))
+        gate = (c.num_experts, c.hidden_size)
+        self._linear(prefix + "mlp.gate", gate, gain=3.0, dense=c.dense_router)
+        self._experts(prefix + "mlp.")
+        shared = c.shared_expert_intermediate_size
+        if shared:
+            for part, shape in _expert_shapes(c.hidden_size, shared).items():
+                self._linear(f"{prefix}mlp.shared_expert.{part}", shape)
+            self._linear(prefix + "mlp.shared_expert_gate", (1, c.hidden_size))
+
+    def _experts(self, prefix: str) -> None:
+        c = self._choices
+        for part, shape in _expert_shapes(c.hidden_size, c.moe_intermediate_size).items():
+            name = f"{prefix}switch_mlp.{part}"
+            bits = c.expert_bits or self._draw_bits(name)
+            stacked = self._weight(
+                name, shape, bits, c.expert_code_bits or bits, stack=c.num_experts
+            )
+            if not c.separate_experts:
+                self._add(name, stacked, bits)
+                continue
+            for expert in range(c.num_experts):
+                one = {suffix: (dtype, data[expert]) for suffix, (dtype, data) in stacked.items()}
+                self._add(f"{prefix}experts.{expert}.{part}", one, bits)
+
+    def _draw_bits(self, name: str) -> int:
+        return int(self._rng(name + ".bits").choice(self._choices.bits))
+
+    def _linear(
+        self, name: str, shape: tuple[int, int], gain: float = 1.0, dense: bool = False
+    ) -> None:
+        bits = 0 if dense else self._draw_bits(name)
+        self._add(name, self._weight(name, shape, bits, bits, gain), bits)
+
+    def _add(self, name: str, parts: Mapping[str, Tensor], bits: int) -> None:
+        for suffix, tensor in parts.items():
+            self.tensors[f"{name}.{suffix}"] = tensor
+        if "scales" in parts and bits != self._choices.bits[0]:
+            self.entries[name] = bits
+
+    def _weight(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        bits: int,
+        code_bits: int,
+        gain: float = 1.0,
+        stack: int = 0,
+    ) -> dict[str, Tensor]:
+        """Values are about uniform with unit variance per input, times ``gain``."""
+        rng = self._rng(name)
+        full = (stack, *shape) if stack else shape
+        width = gain * math.sqrt(12 / shape[1])
+        if self._choices.dense or not bits:
+            values = rng.uniform(-width / 2, width / 2, full).astype(np.float32)
+            return {"weight": ("BF16", formats.f32_to_bf16(values))}
+        codes = rng.integers(0, 1 << code_bits, full, dtype=np.uint8)
+        groups = (*full[:-1], shape[1] // 64)
+        scale = width / ((1 << code_bits) - 1) * np.exp(rng.normal(0, 0.2, groups))
+        scales = np.where(rng.random(groups) < 0.5, scale, -scale)
+        biases = scales * -((1 << code_bits) - 1) / 2
+        return {
+            "weight": ("U32", formats.pack_codes(codes, bits)),
+            "scales": ("BF16", formats.f32_to_bf16(scales.astype(np.float32))),
+            "biases": ("BF16", formats.f32_to_bf16(biases.astype(np.float32))),
+        }
+
+    def _vector(self, name: str, size: int, mean: float) -> None:
+        values = self._rng(name).normal(mean, 0.1, size).astype(np.float32)
+        self.tensors[name] = ("BF16", formats.f32_to_bf16(values))
+
+
+def _expert_shapes(hidden: int, width: int) -> dict[str, tuple[int, int]]:
+    return {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)}
+
+
+def _write_files(folder: Path, tensors: Mapping[str, Tensor], shards: int) -> None:
+    if shards == 1:
+        write_safetensors(folder / "model.safetensors", tensors)
+        return
+    names, weight_map = list(tensors), {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        # Taking every n-th tensor splits weights from their scales, as real shards do.
+        part = {name: tensors[name] for name in names[shard::shards]}
+        write_safetensors(folder / file, part)
+        weight_map.update(dict.fromkeys(part, file))
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file."""
+    header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
+    offset = 0
+    for name, (dtype, data) in tensors.items():
+        span = [offset, offset + data.nbytes]
+        header[name] = {"dtype": dtype, "shape": list(data.shape), "data_offsets": span}
+        offset += data.nbytes
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, data in tensors.values():
+            file.write(np.ascontiguousarray(data).tobytes())
+
+
+@st.composite
+def checkpoint_choices(draw: st.DrawFn, /, **fixed: Any) -> Choices:
+    """Any small model that native and reference can run; ``fixed`` pins fields."""
+    kv_heads = draw(st.integers(1, 3))
+    head_dim = draw(st.sampled_from([32, 64]))
+    heads = kv_heads * draw(st.sampled_from([2, 4] if head_dim == 32 else [1, 2, 3]))
+    experts = draw(st.integers(2, 12))
+    choices = Choices(
+        hidden_size=64 * draw(st.integers(1, 3)),
+        num_hidden_layers=draw(st.integers(1, 3)),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        num_experts=experts,
+        num_experts_per_tok=draw(st.integers(1, min(experts, 8))),
+        moe_intermediate_size=64 * draw(st.integers(1, 2)),
+        shared_expert_intermediate_size=64 * draw(st.integers(0, 2)),
+        vocab_size=draw(st.sampled_from([512, 519, 528])),
+        tie_word_embeddings=draw(st.booleans()),
+        norm_topk_prob=draw(st.booleans()),
+        qkv_bias=draw(st.booleans()),
+        bits=draw(st.permutations([3, 4, 8]).flatmap(_prefixes)),
+        dense_router=draw(st.booleans()),
+        separate_experts=draw(st.booleans()),
+        shards=draw(st.integers(1, 3)),
+    )
+    return replace(choices, **fixed)
+
+
+def _prefixes(widths: list[int]) -> st.SearchStrategy[tuple[int, ...]]:
+    return st.integers(1, len(widths)).map(lambda n: tuple(widths[:n]))
+
+
+seeds = st.integers(0, 2**32 - 1)
+"""Seeds of ``write_checkpoint``."""
