@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-HALF_LIFE_TOKENS = 1024
+HALF_LIFE_TOKENS = 256
 """After so many tokens a choice counts half: slow, since a topic outlasts a sentence."""
 
 _RESCALE_ABOVE = 1e100

@@ -23,8 +23,8 @@ class ReadQueue:
         self.stats = stats
         self.counting: list[Counters] = stats.decode
         """Counters per layer of the phase that runs now."""
-        self.in_flight: dict[int, tuple[int, list[Counters]]] = {}
-        """Ticket to (slot, the counters of the phase that issued it)."""
+        self.in_flight: dict[int, tuple[list[int], list[Counters]]] = {}
+        """Ticket to (slots, the counters of the phase that issued it)."""
         self.ticket_of: dict[int, int] = {}
         """Slot to ticket."""
         self.failed: dict[int, ReadError] = {}
@@ -32,46 +32,66 @@ class ReadQueue:
 
     def start(self, slot: int, key: int, demand: bool) -> None:
         """Read expert ``key`` into the free ``slot``."""
+        self.slots.begin(slot, key)
         layer_index, expert = divmod(key, self.files.num_experts)
         fd, offset, nbytes = self.files.locate(layer_index, expert)
-        slots = self.slots
-        slots.begin(slot, key)
-        self.failed.pop(key, None)
-        address = slots.base + slot * slots.stride
-        ticket = self.pool.submit(fd, offset, nbytes, address, demand)
-        self.in_flight[ticket] = (slot, self.counting)
-        self.ticket_of[slot] = ticket
-        if not demand:
-            slots.guessed[slot] = True
-            self.counting[layer_index].guesses += 1
+        address = self.slots.base + slot * self.slots.stride
+        self._follow(self.pool.submit(fd, offset, nbytes, address, demand), [slot], demand)
+
+    def start_run(self, slots: list[int], demand: bool) -> None:
+        """One read for experts that follow each other in the file; each slot has been begun."""
+        layer_index, expert = divmod(self.slots.key_of[slots[0]], self.files.num_experts)
+        fd, offset, nbytes = self.files.locate(layer_index, expert)
+        addresses = [self.slots.base + slot * self.slots.stride for slot in slots]
+        self._follow(self.pool.submit_run(fd, offset, nbytes, addresses, demand), slots, demand)
+
+    def _follow(self, ticket: int, slots: list[int], demand: bool) -> None:
+        self.in_flight[ticket] = (slots, self.counting)
+        for slot in slots:
+            self.ticket_of[slot] = ticket
+            key = self.slots.key_of[slot]
+            self.failed.pop(key, None)
+            if not demand:
+                self.slots.guessed[slot] = True
+                self.counting[key // self.files.num_experts].guesses += 1
 
     def promote(self, slot: int) -> None:
         """A guess has become a demand."""
         self.pool.promote(self.ticket_of[slot])
 
     def cancel(self, slot: int) -> bool:
-        """Withdraw the read into ``slot`` if the disk has not begun; the slot is free then."""
+        """Withdraw the read into ``slot`` if the disk has not begun, freeing the slot.
+
+        A run is withdrawn as a whole, once none of its other slots is pinned."""
         ticket = self.ticket_of[slot]
+        slots, counting = self.in_flight[ticket]
+        if any(self.slots.pins[other] for other in slots if other != slot):
+            return False
         if not self.pool.cancel(ticket):
             return False
-        _, counting = self.in_flight.pop(ticket)
-        del self.ticket_of[slot]
-        if self.slots.guessed[slot]:
-            counting[self.slots.key_of[slot] // self.files.num_experts].cancelled += 1
-        self.slots.fail(slot)
+        del self.in_flight[ticket]
+        for other in slots:
+            del self.ticket_of[other]
+            if self.slots.guessed[other]:
+                counting[self.slots.key_of[other] // self.files.num_experts].cancelled += 1
+            self.slots.fail(other)
         return True
 
     def cancel_unpinned(self) -> None:
         """Withdraw every read that nobody waits for."""
-        for slot in list(self.ticket_of):
-            if not self.slots.pins[slot]:
-                self.cancel(slot)
+        for slots, _ in list(self.in_flight.values()):
+            if not self.slots.pins[slots[0]]:
+                self.cancel(slots[0])
 
     def settle_unpinned(self) -> None:
         """Withdraw every read that nobody waits for, and wait for those that have begun."""
         self.cancel_unpinned()
         pins = self.slots.pins
-        while tickets := [t for t, (slot, _) in self.in_flight.items() if not pins[slot]]:
+        while tickets := [
+            ticket
+            for ticket, (slots, _) in self.in_flight.items()
+            if not all(pins[slot] for slot in slots)
+        ]:
             self._note(self.pool.wait_any(tickets, True))
 
     def collect(self) -> None:
@@ -93,22 +113,31 @@ class ReadQueue:
     def _note(self, tickets: list[int]) -> None:
         slots, stride = self.slots, self.files.stride
         for ticket in tickets:
-            slot, counting = self.in_flight.pop(ticket)
-            del self.ticket_of[slot]
+            run, counting = self.in_flight.pop(ticket)
             got = self.pool.result(ticket)
-            layer_index, expert = divmod(slots.key_of[slot], self.files.num_experts)
-            counting[layer_index].read_nbytes += max(0, got)
-            if got == stride:
-                slots.arrive(slot)
-                continue
-            self.failed[slots.key_of[slot]] = ReadError(
-                str(self.files.paths[layer_index]), expert * stride, stride, got
-            )
-            slots.fail(slot)
+            if got > 0:
+                layer_index = slots.key_of[run[0]] // self.files.num_experts
+                counting[layer_index].read_nbytes += got
+            for slot in run:
+                del self.ticket_of[slot]
+                if got >= stride:
+                    slots.arrive(slot)
+                else:
+                    self._fail(slot, got)
+                got = got if got < 0 else max(0, got - stride)
+
+    def _fail(self, slot: int, got: int) -> None:
+        key, stride = self.slots.key_of[slot], self.files.stride
+        layer_index, expert = divmod(key, self.files.num_experts)
+        path = str(self.files.paths[layer_index])
+        self.failed[key] = ReadError(path, expert * stride, stride, got)
+        self.slots.fail(slot)
 
     def drain(self) -> None:
         """Withdraw what has not begun and wait for the rest."""
-        for slot in list(self.ticket_of):
-            self.cancel(slot)
+        for ticket in list(self.in_flight):
+            for slot in self.in_flight[ticket][0]:
+                self.slots.pins[slot] = 0
+            self.cancel(self.in_flight[ticket][0][0])
         while self.in_flight:
             self._note(self.pool.wait_any(list(self.in_flight), True))

@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-ReadCall = Callable[[int, memoryview, int], int]
-"""(file descriptor, destination, offset) -> bytes read, 0 at the end of the file, or OSError."""
+ReadCall = Callable[[int, list[memoryview], int], int]
+"""(file descriptor, destinations, offset) -> bytes read, 0 at the end of the file, or OSError."""
 
 _SWITCH_INTERVAL_S = 1e-4
 
@@ -26,6 +26,11 @@ class ReadPool(Protocol):
 
     def submit(self, fd: int, offset: int, nbytes: int, address: int, demand: bool) -> int:
         """Queue a read of ``nbytes`` into memory at ``address``; returns its ticket."""
+
+    def submit_run(
+        self, fd: int, offset: int, nbytes: int, addresses: Sequence[int], demand: bool
+    ) -> int:
+        """The same for pieces of ``nbytes`` that follow each other in the file, one per address."""
 
     def promote(self, ticket: int) -> bool:
         """Move a guess that has not begun behind the demands; False if it had begun or was one."""
@@ -105,12 +110,18 @@ class PythonReadPool:
 
     def submit(self, fd: int, offset: int, nbytes: int, address: int, demand: bool) -> int:
         """See ReadPool."""
+        return self.submit_run(fd, offset, nbytes, (address,), demand)
+
+    def submit_run(
+        self, fd: int, offset: int, nbytes: int, addresses: Sequence[int], demand: bool
+    ) -> int:
+        """See ReadPool."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("the read pool is closed")
             ticket = self._next
             self._next += 1
-            self._jobs[ticket] = _Job(fd, offset, nbytes, address, demand)
+            self._jobs[ticket] = _Job(fd, offset, nbytes, tuple(addresses), demand)
             (self._demands if demand else self._guesses).append(ticket)
             self._pending += 1
             self._work.notify()
@@ -214,36 +225,40 @@ class PythonReadPool:
                 self._ended.notify_all()
 
     def _perform(self, job: _Job) -> int:
-        memory = (ctypes.c_char * job.nbytes).from_address(job.address)
-        got = 0
-        with memoryview(memory).cast("B") as view:
-            while got < job.nbytes:
-                try:
-                    count = self._read(job.fd, view[got:], job.offset + got)
-                except InterruptedError:
-                    continue
-                except OSError as error:
-                    # After the unaligned end of a file a direct read fails instead of saying 0.
-                    if error.errno == errno.EINVAL and got:
-                        break
-                    return -(error.errno or errno.EIO)
-                if count <= 0:
+        piece = ctypes.c_char * job.nbytes
+        views = [memoryview(piece.from_address(a)).cast("B") for a in job.addresses]
+        got, total = 0, job.nbytes * len(views)
+        while got < total:
+            index, within = divmod(got, job.nbytes)
+            rest = [views[index][within:], *views[index + 1 :]]
+            try:
+                count = self._read(job.fd, rest, job.offset + got)
+            except InterruptedError:
+                continue
+            except OSError as error:
+                # After the unaligned end of a file a direct read fails instead of saying 0.
+                if error.errno == errno.EINVAL and got:
                     break
-                got += count
+                return -(error.errno or errno.EIO)
+            if count <= 0:
+                break
+            got += count
         if self._drop_cache:
-            os.posix_fadvise(job.fd, job.offset, job.nbytes, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(job.fd, job.offset, total, os.POSIX_FADV_DONTNEED)
         return got
 
 
 class _Job:
-    __slots__ = ("address", "demand", "fd", "nbytes", "offset", "result", "started")
+    __slots__ = ("addresses", "demand", "fd", "nbytes", "offset", "result", "started")
 
-    def __init__(self, fd: int, offset: int, nbytes: int, address: int, demand: bool) -> None:
-        self.fd, self.offset, self.nbytes, self.address = fd, offset, nbytes, address
+    def __init__(
+        self, fd: int, offset: int, nbytes: int, addresses: tuple[int, ...], demand: bool
+    ) -> None:
+        self.fd, self.offset, self.nbytes, self.addresses = fd, offset, nbytes, addresses
         self.demand = demand
         self.started = False
         self.result: int | None = None
 
 
-def _preadv(fd: int, view: memoryview, offset: int) -> int:
-    return os.preadv(fd, [view], offset)
+def _preadv(fd: int, views: list[memoryview], offset: int) -> int:
+    return os.preadv(fd, views, offset)

@@ -19,6 +19,9 @@ from aegis.tiers.hot_tier import HotTier
 from aegis.tiers.prefetch import ReadQueue
 from aegis.tiers.slots import NOWHERE, RESIDENT
 
+RUN_NBYTES = 2 << 20
+"""Experts that follow each other in the file are read together up to so many bytes."""
+
 Batch = tuple[NDArray[np.int32], NDArray[np.int32]]
 """(experts ascending, the slot of each), both int32 of equal length."""
 
@@ -32,6 +35,9 @@ class Staging:
         self.slots = queue.slots
         self.hot = hot
         self.size = size
+        # Small records gain threefold from being read together, large ones next to nothing; a run
+        # must leave half of the slots for computing meanwhile.
+        self.run_limit = max(1, min(RUN_NBYTES // queue.files.stride, size // 2))
         self.ahead: dict[int, int] = {}
         """Expert key to slot of pinned reads for the next layer."""
 
@@ -72,7 +78,7 @@ class LayerVisit:
         self._missing: list[int] = []
         after = first + self._num_experts
         # File order: the ring then holds what will be asked for first.
-        self._ahead = [after + expert for expert in sorted(next_guess, reverse=True)]
+        self._ahead = [after + expert for expert in sorted(next_guess)]
         self._adopt()
 
     def _adopt(self) -> None:
@@ -131,25 +137,32 @@ class LayerVisit:
 
     def _issue(self) -> None:
         """Start reads while slots can be had: this layer first, then the next one."""
-        slots, queue = self._slots, self._queue
-        while self._missing:
+        while self._missing and self._start_run(self._missing, self._slot, demand=True):
+            pass
+        while not self._missing and self._ahead:
+            if self._ahead[0] in self._slots.slot_of:
+                del self._ahead[0]
+            elif not self._start_run(self._ahead, self._staging.ahead, demand=False):
+                return
+
+    def _start_run(self, keys: list[int], pinned: dict[int, int], demand: bool) -> bool:
+        """One read for the first keys as long as they follow each other and slots can be had."""
+        slots, run = self._slots, list[int]()
+        while keys and len(run) < self._staging.run_limit:
+            key = keys[0]
+            if run and (key != slots.key_of[run[-1]] + 1 or key in slots.slot_of):
+                break
             slot = slots.reclaim()
             if slot == NOWHERE:
-                return
-            key = self._missing.pop(0)
-            queue.start(slot, key, demand=True)
+                break
+            slots.begin(slot, key)
             slots.pin(slot)
-            self._slot[key] = slot
-        while self._ahead:
-            key = self._ahead[-1]
-            if key not in slots.slot_of:
-                slot = slots.reclaim()
-                if slot == NOWHERE:
-                    return
-                queue.start(slot, key, demand=False)
-                slots.pin(slot)
-                self._staging.ahead[key] = slot
-            self._ahead.pop()
+            run.append(slot)
+            pinned[key] = slot
+            del keys[0]
+        if run:
+            self._queue.start_run(run, demand)
+        return bool(run)
 
     def _arrived(self) -> list[int]:
         """The next keys in order that are there, using up to half of the staging slots."""

@@ -7,6 +7,7 @@
 #include <deque>
 #include <mutex>
 #include <thread>
+#include <sys/uio.h>
 #include <unordered_map>
 #include <vector>
 
@@ -21,7 +22,9 @@ class ReadPool {
     ReadPool(const ReadPool&) = delete;
     ReadPool& operator=(const ReadPool&) = delete;
 
-    Ticket submit(int fd, std::int64_t offset, std::int64_t nbytes, std::uintptr_t address, bool demand);
+    // Reads pieces of `nbytes` that follow each other in the file, one to each address.
+    Ticket submit(int fd, std::int64_t offset, std::int64_t nbytes,
+                  const std::vector<std::uintptr_t>& addresses, bool demand);
     bool promote(Ticket ticket);
     bool cancel(Ticket ticket);
     bool done(Ticket ticket);
@@ -35,8 +38,8 @@ class ReadPool {
   private:
     struct Job {
         int fd;
-        std::int64_t offset, nbytes;
-        std::uintptr_t address;
+        std::int64_t offset;
+        std::vector<iovec> pieces;
         bool demand, started, ended;
         std::int64_t result;
     };

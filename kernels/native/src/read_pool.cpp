@@ -16,6 +16,20 @@ namespace nb = nanobind;
 
 namespace aegis {
 
+namespace {
+
+ssize_t read_pieces(int fd, const iovec* pieces, std::size_t count, off_t offset) {
+#ifdef __APPLE__
+    // preadv came with macOS 11; the caller's loop takes one piece after the other just as well.
+    (void)count;
+    return pread(fd, pieces[0].iov_base, pieces[0].iov_len, offset);
+#else
+    return preadv(fd, pieces, static_cast<int>(count), offset);
+#endif
+}
+
+}  // namespace
+
 ReadPool::ReadPool(int threads, bool drop_cache) : drop_cache_(drop_cache) {
     if (threads < 1) {
         throw std::invalid_argument("a read pool of " + std::to_string(threads) +
@@ -38,13 +52,18 @@ ReadPool::ReadPool(int threads, bool drop_cache) : drop_cache_(drop_cache) {
 ReadPool::~ReadPool() { close(); }
 
 ReadPool::Ticket ReadPool::submit(int fd, std::int64_t offset, std::int64_t nbytes,
-                                  std::uintptr_t address, bool demand) {
+                                  const std::vector<std::uintptr_t>& addresses, bool demand) {
+    std::vector<iovec> pieces;
+    pieces.reserve(addresses.size());
+    for (std::uintptr_t address : addresses) {
+        pieces.push_back({reinterpret_cast<void*>(address), static_cast<std::size_t>(nbytes)});
+    }
     Ticket ticket;
     {
         std::lock_guard lock(mutex_);
         if (closed_) throw std::runtime_error("the read pool is closed");
         ticket = next_++;
-        jobs_.emplace(ticket, Job{fd, offset, nbytes, address, demand, false, false, 0});
+        jobs_.emplace(ticket, Job{fd, offset, std::move(pieces), demand, false, false, 0});
         (demand ? demands_ : guesses_).push_back(ticket);
         ++pending_;
     }
@@ -163,12 +182,21 @@ void ReadPool::serve() {
 }
 
 std::int64_t ReadPool::perform(const Job& job) const {
+    std::vector<iovec> pieces = job.pieces;
+    std::size_t first = 0;
     std::int64_t got = 0;
-    while (got < job.nbytes) {
-        const ssize_t count = pread(job.fd, reinterpret_cast<char*>(job.address) + got,
-                                    static_cast<std::size_t>(job.nbytes - got), job.offset + got);
+    while (first < pieces.size()) {
+        const ssize_t count = read_pieces(job.fd, &pieces[first], pieces.size() - first, job.offset + got);
         if (count > 0) {
             got += count;
+            std::size_t rest = static_cast<std::size_t>(count);
+            while (first < pieces.size() && rest >= pieces[first].iov_len) {
+                rest -= pieces[first++].iov_len;
+            }
+            if (rest > 0) {
+                pieces[first].iov_base = static_cast<char*>(pieces[first].iov_base) + rest;
+                pieces[first].iov_len -= rest;
+            }
         } else if (count == 0) {
             break;
         } else if (errno == EINVAL && got > 0) {
@@ -178,7 +206,7 @@ std::int64_t ReadPool::perform(const Job& job) const {
         }
     }
 #ifdef POSIX_FADV_DONTNEED
-    if (drop_cache_) posix_fadvise(job.fd, job.offset, job.nbytes, POSIX_FADV_DONTNEED);
+    if (drop_cache_ && got > 0) posix_fadvise(job.fd, job.offset, got, POSIX_FADV_DONTNEED);
 #endif
     return got;
 }
@@ -214,8 +242,15 @@ std::vector<ReadPool::Ticket> wait_any(ReadPool& pool, const std::vector<ReadPoo
 void bind_read_pool(nb::module_& m) {
     nb::class_<ReadPool>(m, "ReadPool", "Reader threads with two queues: demand before guess.")
         .def(nb::init<int, bool>(), nb::arg("threads"), nb::arg("drop_cache") = false)
-        .def("submit", &ReadPool::submit, nb::arg("fd"), nb::arg("offset"), nb::arg("nbytes"),
-             nb::arg("address"), nb::arg("demand"))
+        .def(
+            "submit",
+            [](ReadPool& pool, int fd, std::int64_t offset, std::int64_t nbytes,
+               std::uintptr_t address, bool demand) {
+                return pool.submit(fd, offset, nbytes, {address}, demand);
+            },
+            nb::arg("fd"), nb::arg("offset"), nb::arg("nbytes"), nb::arg("address"), nb::arg("demand"))
+        .def("submit_run", &ReadPool::submit, nb::arg("fd"), nb::arg("offset"), nb::arg("nbytes"),
+             nb::arg("addresses"), nb::arg("demand"))
         .def("promote", &ReadPool::promote, nb::arg("ticket"))
         .def("cancel", &ReadPool::cancel, nb::arg("ticket"))
         .def("done", &ReadPool::done, nb::arg("ticket"))
