@@ -141,7 +141,8 @@ def _assemble(head: dict[str, Any], folder: Path) -> tokenizers.Tokenizer:
     from tokenizers.models import BPE
 
     declared = head["added_tokens"] or []
-    options = {name: head["model"][name] for name in _OPTIONS if name in head["model"]}
+    settings = head["model"]
+    options = {name: settings[name] for name in _OPTIONS if settings.get(name) is not None}
     bare = {**head, "added_tokens": [], "truncation": None, "padding": None}
     try:
         tokenizer = Tokenizer.from_str(json.dumps(bare))

@@ -1,0 +1,158 @@
+"""Ids and special tokens as Hugging Face's tokenizers give them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+
+from aegis.errors import TokenizerError
+from aegis.text.tokenizer import Tokenizer
+
+GOLDEN = json.loads((Path(__file__).parent.parent / "goldens/text/chat.json").read_text())
+
+
+@pytest.mark.parametrize("case", GOLDEN["texts"], ids=lambda case: repr(case["text"][:12]))
+def test_texts_have_the_ids_transformers_gives(embedded: Tokenizer, case: dict[str, Any]) -> None:
+    assert embedded.encode(case["text"]) == case["ids"]
+    assert embedded.decode(case["ids"]) == case["shown"]
+    assert embedded.decode(case["ids"], skip_special_tokens=False) == case["whole"]
+
+
+def test_the_embedded_model_has_its_tokens(embedded: Tokenizer) -> None:
+    assert (embedded.bos_token_id, embedded.eos_token_id, embedded.pad_token_id) == (1, 2, 2)
+    assert embedded.unk_token_id == 0
+    assert embedded.vocab_size == 49152
+    assert embedded.eos_token_ids == {2}
+    assert embedded.id_to_token(2) == "<|im_end|>"
+    assert embedded.token_to_id("<|im_end|>") == 2
+
+
+def test_end_tokens_of_every_config_file_count(
+    make_folder: Callable[..., Path], byte_level: Backend
+) -> None:
+    folder = make_folder(
+        byte_level,
+        config={"eos_token_id": 5, "text_config": {"eos_token_id": [6, 7]}},
+        generation_config={"eos_token_id": [8, 5]},
+        tokenizer_config={"eos_token": {"content": "<|im_end|>"}},
+    )
+    own = byte_level.token_to_id("<|im_end|>")
+    assert Tokenizer.open(folder).eos_token_ids == {5, 6, 7, 8, own}
+
+
+def test_an_end_token_that_is_no_id_is_refused(
+    make_folder: Callable[..., Path], byte_level: Backend
+) -> None:
+    folder = make_folder(byte_level, generation_config={"eos_token_id": ["</s>"]})
+    with pytest.raises(TokenizerError, match="eos_token_id must be a token id or a list"):
+        Tokenizer.open(folder)
+
+
+def test_the_special_tokens_map_fills_in_missing_names(
+    make_folder: Callable[..., Path], byte_level: Backend
+) -> None:
+    folder = make_folder(
+        byte_level,
+        special_tokens_map={"bos_token": "<|im_start|>", "eos_token": "<|im_start|>"},
+        tokenizer_config={"bos_token": None, "eos_token": {"content": "</s>", "lstrip": False}},
+    )
+    tokenizer = Tokenizer.open(folder)
+    assert tokenizer.special_tokens == {"bos_token": "<|im_start|>", "eos_token": "</s>"}
+
+
+def test_tokens_only_the_config_names_are_added_where_the_model_has_rows(
+    make_folder: Callable[..., Path], byte_level: Backend
+) -> None:
+    size = byte_level.get_vocab_size()
+    config = {
+        "added_tokens_decoder": {str(size): {"content": "<extra>", "special": False}},
+        "additional_special_tokens": ["<more>", "</s>"],
+        "pad_token": "<pad>",
+    }
+    folder = make_folder(byte_level, config={"vocab_size": size + 2}, tokenizer_config=config)
+    tokenizer = Tokenizer.open(folder)
+    assert tokenizer.encode("<extra>") == [size]
+    assert tokenizer.pad_token_id == size + 1
+    assert tokenizer.vocab_size == size + 2
+    assert tokenizer.token_to_id("<more>") is None
+
+
+def test_bos_and_eos_come_from_the_post_processor_and_the_flags_once(
+    make_folder: Callable[..., Path], llama_like: Backend
+) -> None:
+    names = {"bos_token": "<s>", "eos_token": "</s>"}
+    plain = Tokenizer.open(make_folder(llama_like, tokenizer_config=names))
+    both = {**names, "add_bos_token": True, "add_eos_token": True}
+    marked = Tokenizer.open(make_folder(llama_like, tokenizer_config=both))
+    assert plain.encode("he") == llama_like.encode("he").ids
+    assert plain.encode("he", add_special_tokens=False) == plain.encode("he")[1:]
+    assert marked.encode("he") == [*plain.encode("he"), 2]
+    assert plain.encode("") == [1]
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "llama_metaspace", "llama_prepend", "unigram"])
+@given(text=st.text(max_size=40))
+def test_text_without_specials_is_encoded_alike_with_and_without_parsing(
+    tokenizers_by_kind: dict[str, Tokenizer], kind: str, text: str
+) -> None:
+    tokenizer = tokenizers_by_kind[kind]
+    assert tokenizer.encode(text, parse_special=False) == tokenizer.encode(text)
+
+
+def test_raw_text_parses_control_tokens_only_where_asked(embedded: Tokenizer) -> None:
+    text = "<|im_start|>user"
+    spelled = embedded.encode(text, parse_special=False)
+    assert embedded.encode(text)[0] == 1
+    assert 1 not in spelled
+    assert embedded.decode(spelled) == text
+
+
+def test_undecodable_bytes_of_a_command_line_do_not_stop_encoding(embedded: Tokenizer) -> None:
+    assert embedded.encode("a\udcff") == embedded.encode("a?")
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config", "generation_config", "config"])
+def test_a_garbled_config_file_is_named(
+    make_folder: Callable[..., Path], byte_level: Backend, name: str
+) -> None:
+    folder = make_folder(byte_level)
+    (folder / f"{name}.json").write_text('{"a":')
+    with pytest.raises(TokenizerError, match=rf"{name}\.json cannot be read as JSON"):
+        Tokenizer.open(folder)
+    (folder / f"{name}.json").write_text("[]")
+    with pytest.raises(TokenizerError, match=rf"{name}\.json must hold a JSON object"):
+        Tokenizer.open(folder)
+
+
+def test_encoding_starts_no_threads(embedded: Tokenizer) -> None:
+    script = (
+        "import os, sys; from aegis.text.tokenizer import Tokenizer;"
+        "Tokenizer.open(sys.argv[1]).encode('a b ' * 20000);"
+        "path = '/proc/self/task';"
+        "print(len(os.listdir(path)) if os.path.isdir(path) else 1)"
+    )
+    folder = Path(sys.modules[Tokenizer.__module__].__file__ or "").parent.parent / "embedded"
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(folder)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "1"
+
+
+def test_importing_the_package_loads_no_library() -> None:
+    script = (
+        "import sys, aegis.text, aegis.text.stop, aegis.text.tokenizer, aegis.text.detokenizer;"
+        "print({'tokenizers', 'jinja2'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "set()"
