@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
 from aegis.kernels import formats
 from aegis.kernels.base import ExpertsSpec, Format, Routing, Segment, Weight, WorkspaceSpec
 from aegis.kernels.native import _native

@@ -7,11 +7,6 @@ import pytest
 
 pytest.importorskip("aegis.kernels.native._native", exc_type=ImportError)
 
-from aegis.kernels import formats
-from aegis.kernels.base import ExpertsSpec, Routing, Weight
-from aegis.kernels.native import _native, sizes
-from aegis.kernels.native.moe import NativeExperts
-from aegis.kernels.native.workspace import Workspace
 from hypothesis import given
 from hypothesis import strategies as st
 from native_tools import (
@@ -29,6 +24,12 @@ from native_tools import (
     rows_of,
     workspace_spec,
 )
+
+from aegis.kernels import formats
+from aegis.kernels.base import ExpertsSpec, Routing, Weight
+from aegis.kernels.native import _native, sizes
+from aegis.kernels.native.moe import NativeExperts
+from aegis.kernels.native.workspace import Workspace
 
 MAX_TOKENS = 200
 POOLS = [_native.Pool(n) for n in (1, 2, 4)]

@@ -7,13 +7,14 @@ import pytest
 
 pytest.importorskip("aegis.kernels.native._native", exc_type=ImportError)
 
+from hypothesis import given
+from hypothesis import strategies as st
+from native_tools import fmt_of, isa, normal, random_arrays, random_weight, stored
+
 from aegis.kernels import formats
 from aegis.kernels.base import Weight
 from aegis.kernels.native import _native
 from aegis.kernels.native.descs import linear_desc
-from hypothesis import given
-from hypothesis import strategies as st
-from native_tools import fmt_of, isa, normal, random_arrays, random_weight, stored
 
 ISAS = _native.isas()
 POOLS = [_native.Pool(n) for n in (1, 2, 4)]
