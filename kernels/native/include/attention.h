@@ -46,7 +46,11 @@ struct AttentionUnit {
 // A partial result: maximum, sum, and from kPartialHead on the weighted values.
 constexpr int64_t kPartialHead = 16;
 
+enum class Elementwise : int { exp, sigmoid, silu, sin, cos };
+
 struct AttentionTable {
+  // y[i] = f(x[i])
+  void (*elementwise)(Elementwise f, const float* x, int64_t n, float* y);
   // y = w * (x / sqrt(mean(x^2) + eps)); n is a multiple of 64.
   void (*rms_norm)(const float* x, const float* w, float eps, int64_t n, float* y);
   // cosine[i], sine[i] of float(position * inv_freq[i]).
@@ -71,6 +75,6 @@ struct AttentionTable {
   void (*table_row)(const LinearDesc& format, const uint8_t* row_block, int lane, float* out);
 };
 
-constexpr int kMaxExperts = 4096;
+constexpr int kMaxExperts = 4096;  // of one router
 
 }  // namespace aegis

@@ -22,8 +22,9 @@ constexpr int kQueries = 8;
 #else
 constexpr int kQueries = 4;
 #endif
-// Positions that pass through all channels together: their values stay in the first-level cache.
-constexpr int kValueRun = 32;
+// Values that pass through all channels together: with those of the next run, which are fetched
+// meanwhile, they fit the first-level cache.
+constexpr int64_t kRunFloats = 2048;
 
 struct Block {
   float scores[kTileQueries * kPositionBlock];  // [query][position]
@@ -115,19 +116,23 @@ AEGIS_INLINE void soften(float* scores, int positions, float* maximum, float* su
   *sum = reduce_add(total);
 }
 
-// out[q][c] += weights[q][p] * values[p][c] for p in [begin, end) in order, 16 NC channels.
+// out[q][c] += weights[q][p] * values[p][c] for p in [0, count) in order, 16 NC channels. Fetches
+// as much from `ahead` as it uses: fetched all at once, the next run would stall this one.
 template <int NQ, int NC>
-AEGIS_INLINE void mix_tile(const float* weights, const float* values, int64_t dim, int begin,
-                           int end, float* out) {
+AEGIS_INLINE void mix_tile(const float* weights, const float* values, int64_t dim, int count,
+                           const float* ahead, float* out) {
   f32x16 acc[NQ][NC];
 #pragma GCC unroll 8
   for (int i = 0; i < NQ; ++i)
 #pragma GCC unroll 16
     for (int c = 0; c < NC; ++c) acc[i][c] = load(out + i * kMaxHeadDim + 16 * c);
-  for (int p = begin; p < end; ++p) {
+  for (int p = 0; p < count; ++p) {
     f32x16 value[NC];
 #pragma GCC unroll 16
-    for (int c = 0; c < NC; ++c) value[c] = load(values + p * dim + 16 * c);
+    for (int c = 0; c < NC; ++c) {
+      value[c] = load(values + p * dim + 16 * c);
+      prefetch(ahead + (p * NC + c) * 16);
+    }
 #pragma GCC unroll 8
     for (int i = 0; i < NQ; ++i) {
       const f32x16 broadcast = set1(weights[i * kPositionBlock + p]);
@@ -141,18 +146,24 @@ AEGIS_INLINE void mix_tile(const float* weights, const float* values, int64_t di
     for (int c = 0; c < NC; ++c) store(out + i * kMaxHeadDim + 16 * c, acc[i][c]);
 }
 
+// All channels from c on that NC vectors fit into; then the rest with fewer vectors.
+template <int NQ, int NC>
+AEGIS_INLINE void mix_channels(const float* weights, const float* values, int64_t dim, int count,
+                               int64_t c, float* out) {
+  for (; c + 16 * NC <= dim; c += 16 * NC)
+    mix_tile<NQ, NC>(weights, values + c, dim, count, values + (dim + c) * count, out + c);
+  if constexpr (NC > 1)
+    if (c < dim) mix_channels<NQ, NC / 2>(weights, values, dim, count, c, out);
+}
+
 template <int NQ>
 static void mix_queries(const float* weights, const float* values, int64_t dim, int begin, int end,
                         float* out) {
   constexpr int fit = kValueRegisters / NQ;
   constexpr int NC = fit >= 8 ? 8 : fit >= 4 ? 4 : fit >= 2 ? 2 : 1;
-  for (int run = begin; run < end; run += kValueRun) {
-    const int stop = run + kValueRun < end ? run + kValueRun : end;
-    int64_t c = 0;
-    for (; c + 16 * NC <= dim; c += 16 * NC)
-      mix_tile<NQ, NC>(weights, values + c, dim, run, stop, out + c);
-    for (; c < dim; c += 16) mix_tile<NQ, 1>(weights, values + c, dim, run, stop, out + c);
-  }
+  const int run = (int)(kRunFloats / dim);
+  for (int p = begin; p < end; p += run)
+    mix_channels<NQ, NC>(weights + p, values + p * dim, dim, p + run < end ? run : end - p, 0, out);
 }
 
 static void mix(int count, const float* weights, const float* values, int64_t dim, int begin,

@@ -10,6 +10,7 @@ namespace aegis::AEGIS_ISA {
 
 static inline AttentionTable attention_table() {
   AttentionTable t;
+  t.elementwise = elementwise;
   t.rms_norm = rms_norm;
   t.rotary_angles = rotary_angles;
   t.rotate = rotate;

@@ -1,6 +1,7 @@
-// RMS norm and rotary positions of single rows.
+// RMS norm, rotary positions and elementary functions of single rows.
 #pragma once
 
+#include "attention.h"
 #include "vmath.h"
 
 namespace aegis::AEGIS_ISA {
@@ -24,15 +25,43 @@ static void rotary_angles(int64_t position, const float* inv_freq, int64_t half,
   for (int64_t i = 0; i < half; ++i) sincos1((float)position * inv_freq[i], sine + i, cosine + i);
 }
 
+// One product and one rounding at a time, as it is usually computed; y may be x.
 static void rotate(const float* x, const float* cosine, const float* sine, int64_t half,
                    int64_t dim, float scale, float* y) {
-  for (int64_t i = 0; i < half; ++i) {
-    const float low = x[i];
-    const float high = x[half + i];
+  const f32x16 factor = set1(scale);
+  int64_t i = 0;
+  for (; i + 16 <= half; i += 16) {
+    const f32x16 low = load(x + i), high = load(x + half + i);
+    const f32x16 c = load(cosine + i), s = load(sine + i);
+    store(y + i, mul(sub(mul(low, c), mul(high, s)), factor));
+    store(y + half + i, mul(add(mul(high, c), mul(low, s)), factor));
+  }
+  for (; i < half; ++i) {
+    const float low = x[i], high = x[half + i];
     y[i] = (low * cosine[i] - high * sine[i]) * scale;
     y[half + i] = (high * cosine[i] + low * sine[i]) * scale;
   }
-  for (int64_t i = 2 * half; i < dim; ++i) y[i] = x[i] * scale;
+  for (i = 2 * half; i < dim; ++i) y[i] = x[i] * scale;
+}
+
+static void elementwise(Elementwise f, const float* x, int64_t n, float* y) {
+  for (int64_t i = 0; i < n; ++i) {
+    float sine, cosine;
+    switch (f) {
+      case Elementwise::exp:
+        y[i] = exp1(x[i]);
+        break;
+      case Elementwise::sigmoid:
+        y[i] = sigmoid1(x[i]);
+        break;
+      case Elementwise::silu:
+        y[i] = silu1(x[i]);
+        break;
+      default:
+        sincos1(x[i], &sine, &cosine);
+        y[i] = f == Elementwise::sin ? sine : cosine;
+    }
+  }
 }
 
 }  // namespace aegis::AEGIS_ISA

@@ -56,6 +56,12 @@ AEGIS_INLINE f32x16 silu(f32x16 x) {
   return div(dividend, add(set1(1.0f), exp(neg(x))));
 }
 
+AEGIS_INLINE float silu1(float x) {
+  float t[16];
+  store(t, silu(set1(x)));
+  return t[0];
+}
+
 // Sine and cosine of a float, reduced and evaluated in double: below 1 ulp for |x| < 2^30.
 AEGIS_INLINE void sincos1(float x, float* sine, float* cosine) {
   const double magic = 6755399441055744.0;  // 1.5 * 2^52: rounds to integer, kept in the low bits

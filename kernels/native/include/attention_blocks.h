@@ -1,0 +1,132 @@
+// Whole model blocks over the kernel table: one call, one dispatch of the pool.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "kernel_table.h"
+
+namespace aegis {
+
+// Hands out consecutive pieces of a scratch, each on a cache line; throws where it is too small.
+class Scratch {
+ public:
+  Scratch(float* data, int64_t nbytes) : data_(data), left_(nbytes / 4) {}
+  float* take(int64_t floats);
+
+ private:
+  float* data_;
+  int64_t left_;
+};
+
+// x += o_proj(attention(rope(qkv(rms_norm(x))))), keys and values appended to a cache.
+class AttentionBlock {
+ public:
+  struct Spec {
+    int64_t hidden, heads, kv_heads, dim, max_tokens, context;
+    float eps;
+    std::vector<float> inv_freq;
+    const float* norm;
+    LinearDesc q, k, v, o;
+  };
+
+  AttentionBlock(Pool& pool, Spec spec, Scratch scratch);
+
+  int64_t hidden() const { return spec_.hidden; }
+  int64_t max_positions() const { return blocks_ * kPositionBlock; }
+  bool fits(const KVView& cache) const {
+    return cache.kv_heads == spec_.kv_heads && cache.dim == spec_.dim;
+  }
+  // x [tokens, hidden], contiguous, at positions start..; in place.
+  void run(float* x, int64_t tokens, const KVView& cache, int64_t start) const;
+
+ private:
+  struct Call;
+
+  void project(Team& team, const Call& call) const;
+  void place(Team& team, const Call& call) const;
+  void place_head(const Call& call, int64_t row, int64_t head) const;
+  void attend_rows(Team& team, const Call& call) const;
+  void attend_one(Team& team, const Call& call) const;
+  void sum_rows(Team& team, const Call& call) const;
+  void finish(Team& team, const Call& call) const;
+  int64_t group() const { return spec_.heads / spec_.kv_heads; }
+  int64_t q_dim() const { return spec_.heads * spec_.dim; }
+  int64_t kv_dim() const { return spec_.kv_heads * spec_.dim; }
+
+  Pool& pool_;
+  Spec spec_;
+  int64_t rows_;      // of one tile
+  int64_t blocks_;    // of positions, at most
+  int64_t ld_wide_;   // of normed and later attended rows
+  int64_t ld_sums_;
+  float *wide_, *sums_, *q_, *k_, *v_, *angles_, *partials_;
+};
+
+// Norm, router, top-k; and the same of the next layer, as a guess.
+class RouterBlock {
+ public:
+  struct Layer {
+    const float* norm;
+    LinearDesc gate;
+    float eps;
+    int k;
+  };
+  struct Outputs {
+    float* normed;
+    int32_t* experts;
+    float* weights;
+    int32_t* guess;
+  };
+
+  RouterBlock(Pool& pool, int64_t hidden, int64_t max_tokens, bool normalise, Layer layer,
+              std::optional<Layer> next, Outputs outputs, Scratch scratch);
+
+  int64_t hidden() const { return hidden_; }
+  int64_t max_tokens() const { return max_tokens_; }
+  // Fills the outputs for x [tokens, hidden]; returns how many experts it guessed.
+  int run(const float* x, int64_t tokens, int candidates) const;
+
+ private:
+  struct Call;
+
+  void normalise_rows(Team& team, const Call& call) const;
+  void multiply(Team& team, const Call& call) const;
+  void choose(Team& team, const Call& call) const;
+  void count(const Call& call) const;
+  int rank() const;
+
+  Pool& pool_;
+  int64_t hidden_, max_tokens_, rows_;
+  bool normalise_;
+  Layer layer_;
+  std::optional<Layer> next_;
+  Outputs out_;
+  float *sums_, *logits_, *next_normed_, *next_sums_, *next_logits_;
+  int32_t* counts_;
+};
+
+// Final norm and the projection to the vocabulary.
+class HeadBlock {
+ public:
+  HeadBlock(Pool& pool, const float* norm, float eps, LinearDesc lm_head, int64_t max_rows,
+            Scratch scratch);
+
+  const LinearDesc& lm_head() const { return lm_head_; }
+  int64_t max_rows() const { return max_rows_; }
+  void run(const float* x, int64_t rows, float* logits) const;
+
+ private:
+  Pool& pool_;
+  const float* norm_;
+  float eps_;
+  LinearDesc lm_head_;
+  int64_t max_rows_;
+  float *normed_, *sums_;
+};
+
+// Rows of one tile of every block: it bounds scratch, not results.
+constexpr int64_t kRowTile = 128;
+
+}  // namespace aegis

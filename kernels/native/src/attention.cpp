@@ -1,0 +1,238 @@
+#include "attention_blocks.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace aegis {
+
+namespace {
+
+// Query rows of one unit of work: a power of two, so that tiles of eight queries come out even.
+int64_t unit_rows(int64_t heads) {
+  int64_t rows = 1;
+  while (2 * rows * heads <= kUnitQueries) rows *= 2;
+  return rows;
+}
+
+void check_linear(const char* name, const LinearDesc& w, int64_t rows, int64_t in_features) {
+  if (w.rows == rows && w.in_features == in_features) return;
+  throw std::invalid_argument(std::string(name) + " has shape [" + std::to_string(w.rows) + ", " +
+                              std::to_string(w.in_features) + "] but the attention needs [" +
+                              std::to_string(rows) + ", " + std::to_string(in_features) + "]");
+}
+
+void check(const AttentionBlock::Spec& spec) {
+  if (spec.dim <= 0 || spec.dim % kKeyLanes || spec.dim > kMaxHeadDim)
+    throw std::invalid_argument("head_dim " + std::to_string(spec.dim) +
+                                " is not supported: it must be a multiple of 16 up to 256");
+  if (spec.kv_heads <= 0 || spec.heads <= 0 || spec.heads % spec.kv_heads)
+    throw std::invalid_argument(std::to_string(spec.heads) + " attention heads cannot share " +
+                                std::to_string(spec.kv_heads) + " key/value heads evenly");
+  if (static_cast<int64_t>(2 * spec.inv_freq.size()) > spec.dim)
+    throw std::invalid_argument("rotary positions cover more channels than head_dim " +
+                                std::to_string(spec.dim));
+  check_linear("q_proj", spec.q, spec.heads * spec.dim, spec.hidden);
+  check_linear("k_proj", spec.k, spec.kv_heads * spec.dim, spec.hidden);
+  check_linear("v_proj", spec.v, spec.kv_heads * spec.dim, spec.hidden);
+  check_linear("o_proj", spec.o, spec.hidden, spec.heads * spec.dim);
+}
+
+}  // namespace
+
+float* Scratch::take(int64_t floats) {
+  const int64_t rounded = (floats + 15) / 16 * 16;
+  if (rounded > left_)
+    throw std::invalid_argument("the workspace is too small for this block: open it with the "
+                                "largest shapes of the model");
+  float* piece = data_;
+  data_ += rounded;
+  left_ -= rounded;
+  return piece;
+}
+
+// One tile of rows on its way through the phases.
+struct AttentionBlock::Call {
+  float* x;
+  int64_t tokens;
+  const KVView& cache;
+  int64_t start;
+};
+
+AttentionBlock::AttentionBlock(Pool& pool, Spec spec, Scratch scratch)
+    : pool_(pool), spec_(std::move(spec)) {
+  check(spec_);
+  rows_ = std::min(spec_.max_tokens, kRowTile);
+  const int64_t widest = std::max(spec_.hidden, q_dim());
+  blocks_ = (spec_.context + kPositionBlock - 1) / kPositionBlock;
+  ld_wide_ = padded_ld(widest);
+  ld_sums_ = widest / kGroup;
+  wide_ = scratch.take(rows_ * ld_wide_);
+  sums_ = scratch.take(rows_ * ld_sums_);
+  q_ = scratch.take(rows_ * padded_ld(q_dim()));
+  k_ = scratch.take(rows_ * padded_ld(kv_dim()));
+  v_ = scratch.take(rows_ * padded_ld(kv_dim()));
+  angles_ = scratch.take(rows_ * spec_.dim);
+  partials_ = scratch.take(spec_.heads * blocks_ * (spec_.dim + kPartialHead));
+}
+
+void AttentionBlock::run(float* x, int64_t tokens, const KVView& cache, int64_t start) const {
+  pool_.run([&](Team& team) {
+    for (int64_t t = 0; t < tokens; t += rows_) {
+      const Call call{x + t * spec_.hidden, std::min(rows_, tokens - t), cache, start + t};
+      project(team, call);
+      place(team, call);
+      if (call.tokens == 1) {
+        attend_one(team, call);
+      } else {
+        attend_rows(team, call);
+        sum_rows(team, call);
+      }
+      finish(team, call);
+    }
+  });
+}
+
+// Norm, rotary angles, then q, k and v of the tile's rows.
+void AttentionBlock::project(Team& team, const Call& call) const {
+  const AttentionTable& table = kernels().attention;
+  const int64_t half = static_cast<int64_t>(spec_.inv_freq.size());
+  team.each(2 * call.tokens, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t row = item / 2;
+      float* angles = angles_ + row * spec_.dim;
+      if (item % 2) {
+        table.rotary_angles(call.start + row, spec_.inv_freq.data(), half, angles, angles + half);
+        continue;
+      }
+      float* normed = wide_ + row * ld_wide_;
+      table.rms_norm(call.x + row * spec_.hidden, spec_.norm, spec_.eps, spec_.hidden, normed);
+      kernels().row_sums(normed, spec_.hidden, sums_ + row * ld_sums_);
+    }
+  });
+  const Rows in{wide_, ld_wide_, sums_, ld_sums_};
+  const LinearJob jobs[] = {{&spec_.q, in, q_, padded_ld(q_dim())},
+                            {&spec_.k, in, k_, padded_ld(kv_dim())},
+                            {&spec_.v, in, v_, padded_ld(kv_dim())}};
+  linear_phase(team, jobs, 3, call.tokens);
+}
+
+// Rotates queries and keys and appends keys and values. An item is the rows of one key vector (16
+// aligned positions) and one kv head, so no two threads write to one line of the cache.
+void AttentionBlock::place(Team& team, const Call& call) const {
+  const int64_t first = call.start / kKeyLanes;
+  const int64_t vectors = (call.start + call.tokens - 1) / kKeyLanes - first + 1;
+  team.each(vectors * spec_.kv_heads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t position = (first + item / spec_.kv_heads) * kKeyLanes;
+      const int64_t from = std::max(position, call.start) - call.start;
+      const int64_t to = std::min(position + kKeyLanes, call.start + call.tokens) - call.start;
+      for (int64_t row = from; row < to; ++row) place_head(call, row, item % spec_.kv_heads);
+    }
+  });
+}
+
+void AttentionBlock::place_head(const Call& call, int64_t row, int64_t head) const {
+  const AttentionTable& table = kernels().attention;
+  const int64_t dim = spec_.dim;
+  const int64_t half = static_cast<int64_t>(spec_.inv_freq.size());
+  const float* cosine = angles_ + row * dim;
+  const float* sine = cosine + half;
+  const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
+  float* q = q_ + row * padded_ld(q_dim()) + head * group() * dim;
+  for (int64_t h = 0; h < group(); ++h)
+    table.rotate(q + h * dim, cosine, sine, half, dim, scale, q + h * dim);
+
+  float* k = k_ + row * padded_ld(kv_dim()) + head * dim;
+  table.rotate(k, cosine, sine, half, dim, 1.0f, k);
+  const int64_t position = call.start + row;
+  float* keys = call.cache.head_keys(head) + position / kKeyLanes * kKeyLanes * dim;
+  for (int64_t d = 0; d < dim; ++d) keys[d * kKeyLanes + position % kKeyLanes] = k[d];
+  const float* v = v_ + row * padded_ld(kv_dim()) + head * dim;
+  std::memcpy(call.cache.head_values(head) + position * dim, v, static_cast<size_t>(dim) * 4);
+}
+
+// Many rows: a unit is some rows and the heads that share a kv head, over all their positions.
+void AttentionBlock::attend_rows(Team& team, const Call& call) const {
+  const int64_t heads = std::min<int64_t>(group(), kUnitQueries);
+  const int64_t head_tiles = (group() + heads - 1) / heads;
+  const int64_t rows = unit_rows(heads);
+  const int64_t row_tiles = (call.tokens + rows - 1) / rows;
+  const int64_t per_head = head_tiles * row_tiles;
+  team.each(spec_.kv_heads * per_head, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t kv_head = item / per_head;
+      const int64_t row = item % row_tiles * rows;
+      const int64_t local = item / row_tiles % head_tiles * heads;
+      const int64_t column = (kv_head * group() + local) * spec_.dim;
+      AttentionUnit unit;
+      unit.q = q_ + row * padded_ld(q_dim()) + column;
+      unit.ld_q = padded_ld(q_dim());
+      unit.out = wide_ + row * ld_wide_ + column;
+      unit.ld_out = ld_wide_;
+      unit.keys = call.cache.head_keys(kv_head);
+      unit.values = call.cache.head_values(kv_head);
+      unit.dim = spec_.dim;
+      unit.first = call.start + row;
+      unit.rows = static_cast<int>(std::min(rows, call.tokens - row));
+      unit.heads = static_cast<int>(std::min(heads, group() - local));
+      kernels().attention.attend(unit);
+    }
+  });
+}
+
+// One row: a unit is one block of positions, so that a long context keeps every thread busy.
+void AttentionBlock::attend_one(Team& team, const Call& call) const {
+  const AttentionTable& table = kernels().attention;
+  const int64_t heads = std::min<int64_t>(group(), kTileQueries);
+  const int64_t head_tiles = (group() + heads - 1) / heads;
+  const int64_t blocks = call.start / kPositionBlock + 1;
+  const int64_t per_head = head_tiles * blocks;
+  const int64_t ld_partial = blocks * (spec_.dim + kPartialHead);
+  team.each(spec_.kv_heads * per_head, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t kv_head = item / per_head;
+      const int64_t block = item % blocks;
+      const int64_t local = item / blocks % head_tiles * heads;
+      const int64_t head = kv_head * group() + local;
+      AttentionUnit unit{};
+      unit.q = q_ + head * spec_.dim;
+      unit.keys = call.cache.head_keys(kv_head);
+      unit.values = call.cache.head_values(kv_head);
+      unit.dim = spec_.dim;
+      unit.first = call.start;
+      unit.rows = 1;
+      unit.heads = static_cast<int>(std::min(heads, group() - local));
+      float* partials = partials_ + head * ld_partial + block * (spec_.dim + kPartialHead);
+      table.attend_block(unit, block, partials, ld_partial);
+    }
+  });
+  // The sums that o_proj needs run over groups of 64 inputs: as many heads as fill whole groups.
+  int64_t together = 1;
+  while (together * spec_.dim % kGroup) together *= 2;
+  team.each(spec_.heads / together, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t head = begin * together; head < end * together; ++head)
+      table.merge_blocks(partials_ + head * ld_partial, blocks, spec_.dim,
+                         wide_ + head * spec_.dim);
+    const int64_t first = begin * together * spec_.dim;
+    kernels().row_sums(wide_ + first, (end - begin) * together * spec_.dim, sums_ + first / kGroup);
+  });
+}
+
+void AttentionBlock::sum_rows(Team& team, const Call& call) const {
+  team.each(call.tokens, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row)
+      kernels().row_sums(wide_ + row * ld_wide_, q_dim(), sums_ + row * ld_sums_);
+  });
+}
+
+void AttentionBlock::finish(Team& team, const Call& call) const {
+  const Rows in{wide_, ld_wide_, sums_, ld_sums_};
+  const LinearJob job{&spec_.o, in, call.x, spec_.hidden, call.x, spec_.hidden};
+  linear_phase(team, &job, 1, call.tokens);
+}
+
+}  // namespace aegis

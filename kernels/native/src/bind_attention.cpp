@@ -1,0 +1,223 @@
+// Python bindings of the attention, router, embedding and head blocks. Addresses are bound once, so
+// that a call passes one or two arrays.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <string>
+
+#include "attention_blocks.h"
+
+namespace nb = nanobind;
+using namespace aegis;
+
+namespace {
+
+using Matrix = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Input = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Vector = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Ids = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Bytes = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+template <class T>
+T* at(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+[[noreturn]] void refuse(const std::string& message) { throw nb::value_error(message.c_str()); }
+
+void check_columns(const char* what, size_t columns, int64_t expected) {
+  if (static_cast<int64_t>(columns) != expected)
+    refuse(std::string(what) + " has " + std::to_string(columns) + " columns but must have " +
+           std::to_string(expected));
+}
+
+// A single row takes microseconds and keeps the GIL: getting it back could take milliseconds.
+template <class F>
+void unlocked(int64_t rows, F&& f) {
+  if (rows <= 1) {
+    f();
+  } else {
+    nb::gil_scoped_release release;
+    f();
+  }
+}
+
+AttentionBlock make_attention(Pool& pool, int64_t hidden, int64_t heads, int64_t kv_heads,
+                              int64_t dim, int64_t max_tokens, int64_t context, float eps,
+                              std::vector<float> inv_freq, uintptr_t norm, const LinearDesc& q,
+                              const LinearDesc& k, const LinearDesc& v, const LinearDesc& o,
+                              uintptr_t scratch, int64_t scratch_nbytes) {
+  AttentionBlock::Spec spec{hidden,   heads, kv_heads, dim, max_tokens, context, eps,
+                            inv_freq, at<const float>(norm), q, k, v, o};
+  return AttentionBlock(pool, std::move(spec), Scratch(at<float>(scratch), scratch_nbytes));
+}
+
+void run_attention(const AttentionBlock& block, Matrix x, const KVView& cache, int64_t start) {
+  const int64_t tokens = static_cast<int64_t>(x.shape(0));
+  check_columns("x", x.shape(1), block.hidden());
+  const int64_t limit = std::min(cache.positions, block.max_positions());
+  if (start < 0 || start + tokens > limit)
+    refuse("positions " + std::to_string(start) + " to " + std::to_string(start + tokens - 1) +
+           " do not fit a context of " + std::to_string(limit));
+  if (!block.fits(cache)) refuse("the cache was made for other key/value heads than this layer's");
+  float* data = x.data();
+  unlocked(tokens, [&] { block.run(data, tokens, cache, start); });
+}
+
+KVView make_cache(uintptr_t address, int64_t kv_heads, int64_t positions, int64_t dim) {
+  if (positions % kKeyLanes)
+    refuse("a cache of " + std::to_string(positions) + " positions is not a multiple of 16");
+  float* keys = at<float>(address);
+  return {keys, keys + kv_heads * positions * dim, positions, kv_heads, dim};
+}
+
+void bind_attention_block(nb::module_& m) {
+  nb::class_<KVView>(m, "KVCache")
+      .def("__init__",
+           [](KVView* self, uintptr_t address, int64_t kv_heads, int64_t positions, int64_t dim) {
+             new (self) KVView(make_cache(address, kv_heads, positions, dim));
+           },
+           nb::arg("address"), nb::arg("kv_heads"), nb::arg("positions"), nb::arg("dim"));
+  nb::class_<AttentionBlock>(m, "Attention")
+      .def("__init__",
+           [](AttentionBlock* self, Pool& pool, int64_t hidden, int64_t heads, int64_t kv_heads,
+              int64_t dim, int64_t max_tokens, int64_t context, float eps,
+              std::vector<float> inv_freq, uintptr_t norm, const LinearDesc& q,
+              const LinearDesc& k, const LinearDesc& v, const LinearDesc& o, uintptr_t scratch,
+              int64_t scratch_nbytes) {
+             new (self) AttentionBlock(make_attention(pool, hidden, heads, kv_heads, dim,
+                                                      max_tokens, context, eps, inv_freq, norm, q,
+                                                      k, v, o, scratch, scratch_nbytes));
+           },
+           nb::arg("pool"), nb::arg("hidden"), nb::arg("heads"), nb::arg("kv_heads"),
+           nb::arg("dim"), nb::arg("max_tokens"), nb::arg("context"), nb::arg("eps"),
+           nb::arg("inv_freq"), nb::arg("norm"), nb::arg("q"), nb::arg("k"), nb::arg("v"),
+           nb::arg("o"), nb::arg("scratch"), nb::arg("scratch_nbytes"), nb::keep_alive<1, 2>())
+      .def("__call__", &run_attention, nb::arg("x").noconvert(), nb::arg("cache"),
+           nb::arg("start"));
+}
+
+RouterBlock::Layer make_layer(uintptr_t norm, const LinearDesc& gate, float eps, int k) {
+  return {at<const float>(norm), gate, eps, k};
+}
+
+void make_router(RouterBlock* self, Pool& pool, int64_t hidden, int64_t max_tokens, bool normalise,
+                 const RouterBlock::Layer& layer, std::optional<RouterBlock::Layer> next,
+                 uintptr_t normed, uintptr_t experts, uintptr_t weights, uintptr_t guess,
+                 uintptr_t scratch, int64_t scratch_nbytes) {
+  const RouterBlock::Outputs outputs{at<float>(normed), at<int32_t>(experts), at<float>(weights),
+                                     at<int32_t>(guess)};
+  new (self) RouterBlock(pool, hidden, max_tokens, normalise, layer, next, outputs,
+                         Scratch(at<float>(scratch), scratch_nbytes));
+}
+
+int run_router(const RouterBlock& block, Input x, int candidates) {
+  const int64_t tokens = static_cast<int64_t>(x.shape(0));
+  check_columns("x", x.shape(1), block.hidden());
+  if (tokens > block.max_tokens())
+    refuse("a call of " + std::to_string(tokens) + " rows exceeds the workspace's " +
+           std::to_string(block.max_tokens()));
+  int guessed = 0;
+  const float* data = x.data();
+  unlocked(tokens, [&] { guessed = block.run(data, tokens, candidates); });
+  return guessed;
+}
+
+void bind_router_block(nb::module_& m) {
+  nb::class_<RouterBlock::Layer>(m, "RouterLayer")
+      .def("__init__",
+           [](RouterBlock::Layer* self, uintptr_t norm, const LinearDesc& gate, float eps, int k) {
+             new (self) RouterBlock::Layer(make_layer(norm, gate, eps, k));
+           },
+           nb::arg("norm"), nb::arg("gate"), nb::arg("eps"), nb::arg("k"));
+  nb::class_<RouterBlock>(m, "Router")
+      .def("__init__", &make_router, nb::arg("pool"), nb::arg("hidden"), nb::arg("max_tokens"),
+           nb::arg("normalise"), nb::arg("layer"), nb::arg("next").none(), nb::arg("normed"),
+           nb::arg("experts"), nb::arg("weights"), nb::arg("guess"), nb::arg("scratch"),
+           nb::arg("scratch_nbytes"), nb::keep_alive<1, 2>())
+      .def("__call__", &run_router, nb::arg("x").noconvert(), nb::arg("candidates"));
+}
+
+void make_head(HeadBlock* self, Pool& pool, uintptr_t norm, float eps, const LinearDesc& lm_head,
+               int64_t max_rows, uintptr_t scratch, int64_t scratch_nbytes) {
+  new (self) HeadBlock(pool, at<const float>(norm), eps, lm_head, max_rows,
+                       Scratch(at<float>(scratch), scratch_nbytes));
+}
+
+void run_head(const HeadBlock& block, Input x, Matrix logits) {
+  const int64_t rows = static_cast<int64_t>(x.shape(0));
+  check_columns("x", x.shape(1), block.lm_head().in_features);
+  check_columns("logits", logits.shape(1), block.lm_head().rows);
+  if (rows > block.max_rows() || static_cast<int64_t>(logits.shape(0)) < rows)
+    refuse(std::to_string(rows) + " rows of logits exceed the workspace's " +
+           std::to_string(block.max_rows()));
+  const float* data = x.data();
+  float* out = logits.data();
+  unlocked(rows, [&] { block.run(data, rows, out); });
+}
+
+void check_ids(const Ids& ids, int64_t rows) {
+  for (size_t t = 0; t < ids.shape(0); ++t)
+    if (ids.data()[t] < 0 || ids.data()[t] >= rows)
+      refuse("token id " + std::to_string(ids.data()[t]) + " is not between 0 and " +
+             std::to_string(rows - 1));
+}
+
+// The ids' rows of a table: `ranges` holds the range of each id if given, else the table is in
+// memory.
+void gather(const LinearDesc& table, Ids ids, std::optional<Bytes> ranges, Matrix out) {
+  check_ids(ids, table.rows);
+  check_columns("out", out.shape(1), table.in_features);
+  if (out.shape(0) < ids.shape(0)) refuse("there are more token ids than rows of the output");
+  if (ranges) {
+    check_columns("rows", ranges->shape(1), table.row_block_nbytes());
+    if (ranges->shape(0) < ids.shape(0)) refuse("there are more token ids than rows read");
+  }
+  for (size_t t = 0; t < ids.shape(0); ++t) {
+    const int64_t id = ids.data()[t];
+    const int64_t block = table.row_block_nbytes();
+    const uint8_t* at = ranges ? ranges->data() + static_cast<int64_t>(t) * block
+                               : table.data + id / kLanes * block;
+    kernels().attention.table_row(table, at, static_cast<int>(id % kLanes),
+                                  out.data() + static_cast<int64_t>(t) * table.in_features);
+  }
+}
+
+// Single kernels, for tests against numpy.
+void rms_norm(Input x, Vector weight, float eps, Matrix out) {
+  for (size_t row = 0; row < x.shape(0); ++row)
+    kernels().attention.rms_norm(x.data() + row * x.shape(1), weight.data(), eps,
+                                 static_cast<int64_t>(x.shape(1)), out.data() + row * x.shape(1));
+}
+
+void elementwise(const std::string& name, Vector x, Vector out) {
+  constexpr const char* names[] = {"exp", "sigmoid", "silu", "sin", "cos"};
+  int f = 0;
+  while (f < 5 && name != names[f]) ++f;
+  if (f == 5) refuse("no elementary function is called " + name);
+  if (x.shape(0) != out.shape(0)) refuse("x and out differ in length");
+  kernels().attention.elementwise(static_cast<Elementwise>(f), x.data(),
+                                  static_cast<int64_t>(x.shape(0)), out.data());
+}
+
+}  // namespace
+
+void bind_attention(nb::module_& m) {
+  bind_attention_block(m);
+  bind_router_block(m);
+  nb::class_<HeadBlock>(m, "Head")
+      .def("__init__", &make_head, nb::arg("pool"), nb::arg("norm"), nb::arg("eps"),
+           nb::arg("lm_head"), nb::arg("max_rows"), nb::arg("scratch"), nb::arg("scratch_nbytes"),
+           nb::keep_alive<1, 2>())
+      .def("__call__", &run_head, nb::arg("x").noconvert(), nb::arg("logits").noconvert());
+  m.def("gather", &gather, nb::arg("table"), nb::arg("ids").noconvert(), nb::arg("ranges").none(),
+        nb::arg("out").noconvert());
+  m.def("rms_norm", &rms_norm, nb::arg("x").noconvert(), nb::arg("weight").noconvert(),
+        nb::arg("eps"), nb::arg("out").noconvert());
+  m.def("elementwise", &elementwise, nb::arg("name"), nb::arg("x").noconvert(),
+        nb::arg("out").noconvert());
+}
