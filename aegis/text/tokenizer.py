@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import tokenizers
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_LONG_TEXT = 1 << 16  # characters; encoding takes some 200 bytes for each, for a moment
 _CLEAN_UP = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 
 
@@ -87,6 +89,8 @@ class Tokenizer:
         else:
             marker = free_marker(text)
             ids = self.control.encode(self.control.break_text(text, marker), marker)
+        if len(text) > _LONG_TEXT:
+            _give_back_memory()
         return self._surrounded(ids) if add_special_tokens else ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -168,7 +172,8 @@ class Tokenizer:
     def control(self) -> ControlTokens:
         """The control tokens, collected when first asked for."""
         if self._control is None:
-            self._control = ControlTokens(added_tokens(self.backend), self._encode_plain)
+            tokens = added_tokens(self.backend, also_special=self.eos_token_ids)
+            self._control = ControlTokens(tokens, self._encode_plain)
         return self._control
 
     def _named_id(self, name: str) -> int | None:
@@ -234,11 +239,13 @@ def clean_up(text: str) -> str:
     return text
 
 
-def added_tokens(backend: tokenizers.Tokenizer) -> list[AddedToken]:
-    """Return the added tokens of a tokenizer by ascending id."""
+def added_tokens(
+    backend: tokenizers.Tokenizer, *, also_special: frozenset[int] = frozenset()
+) -> list[AddedToken]:
+    """Return the added tokens of a tokenizer by ascending id; some ids may be declared special."""
     return [
-        AddedToken(token_id, token.content, token.special, token.lstrip, token.rstrip)
-        for token_id, token in sorted(backend.get_added_tokens_decoder().items())
+        AddedToken(i, token.content, token.special or i in also_special, token.lstrip, token.rstrip)
+        for i, token in sorted(backend.get_added_tokens_decoder().items())
     ]
 
 
@@ -317,24 +324,36 @@ def _add_missing(
 
     One whose id the model has no row for is left out: it could only fail later.
     """
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    try:
+        wanted = _wanted_tokens(config)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise TokenizerError(
+            f"tokenizer_config.json lists added tokens that cannot be read ({error!r}); download "
+            "it again."
+        ) from error
+    for content, token in wanted.items():
+        fits = vocab_size is None or backend.get_vocab_size() < vocab_size
+        if content not in known and (fits or backend.token_to_id(content) is not None):
+            backend.add_tokens([token])
+
+
+def _wanted_tokens(config: Mapping[str, Any]) -> dict[str, tokenizers.AddedToken]:
+    """Return the tokens the config asks for: the listed by id, then the named, then the others."""
     from tokenizers import AddedToken as Added
 
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    decoder = config.get("added_tokens_decoder") or {}
+    listed = sorted(((int(i), entry) for i, entry in decoder.items()), key=lambda pair: pair[0])
     wanted = {
-        entry["content"]: Added(**{**entry, "special": bool(entry.get("special"))})
-        for _, entry in sorted(
-            (config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0])
-        )
+        entry["content"]: Added(entry["content"], **{k: entry[k] for k in _FLAGS if k in entry})
+        for _, entry in listed
     }
     extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
     named = [config[name] for name in _NAMED if name in config]
     for token in [*named, *(extra.values() if isinstance(extra, dict) else extra)]:
         content = token["content"] if isinstance(token, dict) else token
         wanted.setdefault(content, Added(content, special=True))
-    for content, token in wanted.items():
-        fits = vocab_size is None or backend.get_vocab_size() < vocab_size
-        if content not in known and (fits or backend.token_to_id(content) is not None):
-            backend.add_tokens([token])
+    return wanted
 
 
 def _give_back_memory() -> None:

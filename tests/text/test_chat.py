@@ -125,6 +125,15 @@ def test_the_models_own_thinking_stays_tokens(
     assert ids.count(tokenizer.token_to_id("<|im_end|>")) == 1
 
 
+def test_an_end_token_cannot_be_forged_even_if_it_is_not_marked_special(
+    make_folder: Callable[..., Path], byte_level: Backend
+) -> None:
+    folder = make_folder(byte_level, config={"eos_token_id": byte_level.token_to_id("€uro")})
+    tokenizer = Tokenizer.open(folder, chat_template="{{ messages[0].content }}€uro")
+    ids = tokenizer.encode_chat([{"role": "assistant", "content": "5 €uro "}])
+    assert ids.count(tokenizer.token_to_id("€uro")) == 1
+
+
 def test_a_vocabulary_that_builds_the_token_from_letters_cannot_be_used_to_forge_it(
     make_folder: Callable[..., Path], byte_level: Backend
 ) -> None:

@@ -86,6 +86,23 @@ def test_tokens_only_the_config_names_are_added_where_the_model_has_rows(
     assert tokenizer.token_to_id("<more>") is None
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"added_tokens_decoder": {"x": {"content": "<a>"}}},
+        {"added_tokens_decoder": {"5": "<a>"}},
+        {"additional_special_tokens": 5},
+        {"additional_special_tokens": [5]},
+    ],
+)
+def test_added_tokens_that_cannot_be_read_are_refused(
+    make_folder: Callable[..., Path], byte_level: Backend, config: dict[str, Any]
+) -> None:
+    folder = make_folder(byte_level, tokenizer_config=config)
+    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json lists added tokens"):
+        Tokenizer.open(folder)
+
+
 def test_bos_and_eos_come_from_the_post_processor_and_the_flags_once(
     make_folder: Callable[..., Path], llama_like: Backend
 ) -> None:
