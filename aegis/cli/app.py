@@ -1,0 +1,94 @@
+"""The command group, and how every ending becomes an exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from aegis.errors import AegisError
+
+INTERRUPTED = 130
+VERBS = ("run", "plan", "sweep", "convert", "verify")
+
+
+class LazyGroup(click.Group):
+    """Imports a verb's module when that verb, or the list of verbs, is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The verbs, in the order of use."""
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """``command`` of ``aegis.cli.<verb>``."""
+        if cmd_name not in VERBS:
+            return None
+        command: click.Command = importlib.import_module(f"aegis.cli.{cmd_name}").command
+        return command
+
+
+@click.command(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit codes: 0 done, 1 error, 2 usage, 3 plan does not fit, 4 cap exceeded, "
+    "130 interrupted.",
+)
+@click.version_option(package_name="aegis-moe", prog_name="aegis")
+def group() -> None:
+    """Run Mixture-of-Experts language models under a hard memory cap.
+
+    The experts stay on the SSD and stream through a fixed pool of slots; the tokens are the same
+    at every cap.
+    """
+
+
+def run_command(arguments: Sequence[str] | None = None) -> None:
+    """Run one command line (None: the process's) and exit with its code."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    code = _guarded(arguments)
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _forget_stdout()
+    sys.exit(code)
+
+
+def _guarded(arguments: Sequence[str] | None) -> int:
+    try:
+        code = group.main(arguments, prog_name="aegis", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except AegisError as error:
+        return _fail(str(error), error.exit_code)
+    except click.UsageError as error:
+        hint = f"; see {error.ctx.command_path} --help" if error.ctx else ""
+        return _fail(error.format_message().rstrip(".") + hint, error.exit_code)
+    except click.ClickException as error:
+        return _fail(error.format_message(), error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        return INTERRUPTED
+    except BrokenPipeError:
+        _forget_stdout()
+        return 0
+    except MemoryError:
+        return _fail("the system gave no more memory; use a smaller --cap or --ctx-size", 1)
+    except Exception as error:
+        if os.environ.get("AEGIS_TRACEBACK"):
+            raise
+        return _fail(f"{type(error).__name__}: {error} (AEGIS_TRACEBACK=1 shows where)", 1)
+
+
+def _fail(sentence: str, code: int) -> int:
+    with contextlib.suppress(BrokenPipeError):
+        click.echo(f"error: {sentence}", err=True)
+    return code
+
+
+def _forget_stdout() -> None:
+    """The reader is gone: let the interpreter's last flush go nowhere instead of complaining."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,86 @@
+"""``aegis convert``: a checkpoint becomes a store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from aegis.cli.options import json_option, quiet_option
+from aegis.cli.plan import model_folder
+from aegis.cli.progress import ProgressBar
+from aegis.cli.report import SCHEMA_VERSION, print_json
+from aegis.cli.source import resolve_model
+
+if TYPE_CHECKING:
+    from aegis.checkpoint.store import Store
+    from aegis.kernels.base import Layout
+
+
+@click.command("convert", short_help="Convert a model into a store that experts stream from.")
+@click.argument("source", required=False, metavar="[MODEL]")
+@click.argument("destination", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--experts",
+    type=click.Choice(["4bit", "3bit"]),
+    default="4bit",
+    show_default=True,
+    help="3bit adds 3-bit expert files, also to a store that is there already.",
+)
+@click.option(
+    "--layout",
+    type=click.Choice(["il16", "row"]),
+    default="il16",
+    show_default=True,
+    help="il16 for the CPU kernels, row for MLX.",
+)
+@json_option
+@quiet_option
+def command(
+    source: str | None, destination: Path | None, experts: str, layout: Layout, **options: Any
+) -> int:
+    """Convert MODEL (the embedded one if absent) into the store DESTINATION.
+
+    Without DESTINATION the store goes to the cache, where ``aegis run MODEL`` looks for it. What is
+    converted already is not converted again. Prints the store's folder.
+    """
+    folder = model_folder(resolve_model(source))
+    bar = ProgressBar("converting", options["quiet"])
+    store = _converted(folder, destination, layout, experts == "3bit", bar)
+    if options["as_json"]:
+        print_json(
+            {
+                "schema_version": SCHEMA_VERSION,
+                "store": str(store.path),
+                "layout": store.layout.layout,
+                "experts": ["4bit", "3bit"] if store.has_3bit else ["4bit"],
+            }
+        )
+    else:
+        click.echo(store.path)
+    return 0
+
+
+def _converted(
+    folder: Path, destination: Path | None, layout: Layout, three_bit: bool, bar: ProgressBar
+) -> Store:
+    from aegis.checkpoint.store import is_store
+    from aegis.convert.cache import cached_store_path
+    from aegis.convert.convert import convert
+    from aegis.convert.three_bit import add_3bit
+
+    if is_store(folder):
+        if destination is not None or not three_bit:
+            raise click.UsageError(f"{folder} is a store already; --experts 3bit adds to it")
+        return add_3bit(folder, bar)
+    in_cache = destination is None
+    target = destination or cached_store_path(folder, layout)
+    return convert(
+        folder,
+        target,
+        layout=layout,
+        experts3bit=three_bit,
+        progress=bar,
+        replace_damaged=in_cache,
+    )

@@ -1,0 +1,209 @@
+"""The options that verbs share, spelled as the field spells them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import click
+
+from aegis.planner import parse_caps
+from aegis.settings import DEFAULT_CONTEXT, DEFAULT_GUESS_WIDTH, DEFAULT_IO_THREADS
+
+F = TypeVar("F", bound=Callable[..., Any])
+Options = dict[str, Any]
+
+DEFAULT_MAX_TOKENS = 256
+
+
+def _read_caps(
+    ctx: click.Context, param: click.Parameter, value: str | None
+) -> tuple[int, ...] | None:
+    """``4GiB`` or ``3GiB..6GiB[:STEP]`` as bytes."""
+    if value is None:
+        return None
+    try:
+        return parse_caps(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error), ctx, param) from None
+
+
+def _all(options: Sequence[Callable[[F], F]]) -> Callable[[F], F]:
+    def decorate(command: F) -> F:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+model_option = click.option(
+    "-m", "--model", metavar="MODEL", help="Folder of a model or store; the embedded one if absent."
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+quiet_option = click.option("-q", "--quiet", is_flag=True, help="Nothing on stderr but errors.")
+verbose_option = click.option(
+    "-v", "--verbose", is_flag=True, help="Also the backend, and the ledger: planned and measured."
+)
+
+engine_options = _all(
+    [
+        click.option(
+            "--cap",
+            callback=_read_caps,
+            metavar="SIZE",
+            help="Memory cap, as 4GiB or 512MiB; a range LOW..HIGH[:STEP] sweeps. "
+            "[default: the smaller of 4GiB and half of the free memory]",
+        ),
+        click.option(
+            "-c",
+            "--ctx-size",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help=f"Context in tokens. [default: the smaller of {DEFAULT_CONTEXT} and the model's]",
+        ),
+        click.option(
+            "--backend",
+            type=click.Choice(["auto", "native", "reference"]),
+            default="auto",
+            show_default=True,
+            help="What computes.",
+        ),
+        click.option(
+            "--experts",
+            type=click.Choice(["4bit", "3bit"]),
+            default="4bit",
+            show_default=True,
+            help="Which expert files to use.",
+        ),
+        click.option(
+            "--embedding",
+            type=click.Choice(["auto", "ram", "disk"]),
+            default="auto",
+            show_default=True,
+            help="Where the embedding table stays.",
+        ),
+        click.option(
+            "--kv-format",
+            type=click.Choice(["f32"]),
+            default="f32",
+            show_default=True,
+            help="Number format of the KV cache.",
+        ),
+        click.option(
+            "--policy",
+            type=click.Choice(["lfu", "lru", "random"]),
+            default="lfu",
+            show_default=True,
+            help="Which expert leaves the hot tier.",
+        ),
+        click.option(
+            "--guess",
+            type=click.Choice(["cross-layer", "previous", "none"]),
+            default="cross-layer",
+            show_default=True,
+            help="How the next layer's experts are guessed; never changes a token.",
+        ),
+        click.option(
+            "--guess-width",
+            type=click.IntRange(0, 16),
+            default=DEFAULT_GUESS_WIDTH,
+            show_default=True,
+            help="Reads issued ahead per layer.",
+        ),
+        click.option(
+            "--io-threads",
+            type=click.IntRange(1, 64),
+            default=DEFAULT_IO_THREADS,
+            show_default=True,
+            help="Threads that read.",
+        ),
+        click.option(
+            "--threads",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="Threads that compute. [default: one per core]",
+        ),
+        click.option(
+            "--prefill-step-size",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="Prompt tokens computed at once. [default: what the plan allows]",
+        ),
+    ]
+)
+
+prompt_options = _all(
+    [
+        click.option("-p", "--prompt", metavar="TEXT", help="The prompt; piped text is appended."),
+        click.option(
+            "-f",
+            "--file",
+            "prompt_file",
+            type=click.Path(exists=True, dir_okay=False, allow_dash=False),
+            help="Read the prompt from a file.",
+        ),
+        click.option(
+            "-n",
+            "--max-tokens",
+            type=click.IntRange(min=0),
+            default=DEFAULT_MAX_TOKENS,
+            show_default=True,
+            metavar="N",
+            help="Tokens to generate at most.",
+        ),
+        click.option("--temp", type=float, default=0.0, show_default=True, help="0 is greedy."),
+        click.option("--top-p", type=float, default=1.0, show_default=True, help="1: off."),
+        click.option("--top-k", type=int, default=0, show_default=True, help="0: off."),
+        click.option("--min-p", type=float, default=0.0, show_default=True, help="0: off."),
+        click.option("--seed", type=int, help="Repeats the same sample. [default: drawn]"),
+        click.option(
+            "--repeat-penalty", type=float, default=1.0, show_default=True, help="1: off."
+        ),
+        click.option("--stop", multiple=True, metavar="TEXT", help="Stop before it; repeatable."),
+        click.option("--system-prompt", metavar="TEXT", help="System message of the chat."),
+        click.option(
+            "--chat-template", metavar="TEMPLATE", help="A Jinja file, name or template to use."
+        ),
+        click.option("--raw", is_flag=True, help="Send the prompt without a chat template."),
+        click.option("--ignore-eos", is_flag=True, help="Go on behind the end token."),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class CapChoice:
+    """The caps to run at, and whether they were chosen for the user."""
+
+    caps: tuple[int, ...]
+    note: str | None
+
+    @property
+    def single(self) -> int:
+        """The only cap; UsageError for a range."""
+        if len(self.caps) > 1:
+            raise click.UsageError("--cap takes one size here; ranges are for run and sweep")
+        return self.caps[0]
+
+
+def choose_caps(options: Options) -> CapChoice:
+    """The caps asked for, or the default with a line that says why."""
+    if options["cap"]:
+        return CapChoice(options["cap"], None)
+    from aegis.cli.machine import default_cap, read_machine
+    from aegis.planner import format_size
+
+    machine = read_machine()
+    cap = default_cap(machine)
+    note = f"cap {format_size(cap)}: no --cap was given, and {machine.describe()}"
+    return CapChoice((cap,), note)
+
+
+def engine_settings(options: Options) -> Options:
+    """The fields of Settings (without the cap) that the options stand for."""
+    same = ("backend", "experts", "embedding", "policy", "guess", "guess_width", "io_threads")
+    renamed = {"context": "ctx_size", "prefill_step": "prefill_step_size", "threads": "threads"}
+    return {name: options[name] for name in same} | {
+        field: options[name] for field, name in renamed.items()
+    }

@@ -1,0 +1,31 @@
+"""A progress bar in plain text: it runs inside the cap, so it brings no library."""
+
+from __future__ import annotations
+
+import sys
+
+from aegis.planner import format_size
+
+_WIDTH = 30
+
+
+class ProgressBar:
+    """Called with (done, total) bytes; draws on stderr if that is a terminal."""
+
+    def __init__(self, what: str, quiet: bool = False) -> None:
+        self._what = what
+        self._shown = -1
+        self._on = not quiet and sys.stderr is not None and sys.stderr.isatty()
+
+    def __call__(self, done: int, total: int) -> None:
+        """Draw when the percentage changed."""
+        percent = 100 * done // total if total else 100
+        if not self._on or percent == self._shown:
+            return
+        self._shown = percent
+        filled = _WIDTH * done // total if total else _WIDTH
+        bar = "#" * filled + "-" * (_WIDTH - filled)
+        end = "\n" if done >= total else ""
+        sizes = f"{format_size(done)} of {format_size(total)}"
+        sys.stderr.write(f"\r{self._what} [{bar}] {percent:3d} %  {sizes:<24}{end}")
+        sys.stderr.flush()

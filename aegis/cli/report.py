@@ -1,0 +1,62 @@
+"""What people read on stderr: the plan, the figures of an answer, the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from aegis.planner import format_size
+
+if TYPE_CHECKING:
+    from aegis.planner import LedgerRow, MemoryPlan
+
+SCHEMA_VERSION = 1
+
+
+def note(text: str) -> None:
+    """One line on stderr."""
+    click.echo(text, err=True)
+
+
+def notes(lines: Iterable[str]) -> None:
+    """Several lines on stderr."""
+    for line in lines:
+        note(line)
+
+
+def note_plan(plan: MemoryPlan) -> None:
+    """The plan as a table."""
+    from aegis.planner.explain import explain_plan
+
+    notes([*explain_plan(plan), ""])
+
+
+def note_ledger(rows: Sequence[LedgerRow]) -> None:
+    """Planned against measured."""
+    from aegis.planner.explain import explain_ledger
+
+    notes(["", *explain_ledger(rows)])
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """The one object of ``--json`` on stdout."""
+    import json
+
+    click.echo(json.dumps(value, ensure_ascii=False))
+
+
+def figures(result: Mapping[str, Any]) -> str:
+    """The line behind an answer, from the object of ``--json``."""
+    cap = result["plan"]["cap_nbytes"]
+    parts = [
+        f"{result['prompt_tokens']} prompt tokens, {result['prompt_tps']:.1f} tok/s",
+        f"{result['generation_tokens']} generated, {result['generation_tps']:.1f} tok/s",
+        f"first token after {result['ttft_s']:.2f} s",
+        f"hit rate {100 * result['hit_rate']:.1f} %",
+        f"{format_size(round(result['read_nbytes_per_token']))} read per token",
+        f"waited {result['wait_s']:.2f} s",
+        f"peak {format_size(result['peak_nbytes'])} of {format_size(cap)}",
+    ]
+    return " · ".join(parts)

@@ -1,0 +1,85 @@
+"""``aegis run``: answer one prompt, or chat on a terminal."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from aegis.cli.options import (
+    Options,
+    choose_caps,
+    engine_options,
+    json_option,
+    model_option,
+    prompt_options,
+    quiet_option,
+    verbose_option,
+)
+from aegis.cli.report import figures, note, note_ledger, note_plan, print_json
+from aegis.cli.source import SAMPLE_PROMPT, Request, on_terminal, resolve_request
+
+
+@click.command("run", short_help="Answer a prompt, or chat on a terminal.")
+@click.argument("positionals", nargs=-1, metavar="[MODEL] [PROMPT]")
+@model_option
+@prompt_options
+@engine_options
+@json_option
+@quiet_option
+@verbose_option
+def command(positionals: tuple[str, ...], **options: Any) -> int:
+    """Answer PROMPT with MODEL under a memory cap.
+
+    MODEL is the folder of a model or of a converted store; without it the embedded model answers.
+    A single argument that is no path and no ORG/NAME is the prompt. Piped text is the prompt too,
+    or is appended to it. With no prompt at all it chats on a terminal (/exit or Ctrl-D leaves).
+    The memory plan and the figures go to stderr, only the answer goes to stdout.
+    """
+    request = resolve_request(
+        positionals, options["model"], options["prompt"], options["prompt_file"]
+    )
+    choice = choose_caps(options)
+    if len(choice.caps) > 1:
+        from aegis.cli.sweep import sweep
+
+        return sweep(request, choice.caps, options)
+    if choice.note and not options["quiet"]:
+        note(choice.note)
+    if request.prompt is None and not options["as_json"] and on_terminal():
+        from aegis.cli.chat import chat
+
+        return chat(request.model, choice.single, options)
+    return _one_shot(request, choice.single, options)
+
+
+def _one_shot(request: Request, cap_nbytes: int, options: Options) -> int:
+    from aegis.cli.answer import answer_json, generate, make_sampler, open_engine, prompt_ids
+
+    quiet, as_json = options["quiet"], options["as_json"]
+    sampler = make_sampler(options)
+    with open_engine(request.model, cap_nbytes, options, None if quiet else note_plan) as engine:
+        if options["verbose"]:
+            note(engine.describe())
+        ids = prompt_ids(engine, request.prompt or SAMPLE_PROMPT, options)
+        answer = generate(engine, ids, options, sampler, _ignore if as_json else _show)
+        result = answer_json(engine, answer)
+        if as_json:
+            print_json(result)
+        elif not answer.text.endswith("\n"):
+            _show("\n")
+        if not quiet:
+            note(("" if as_json else "\n") + figures(result))
+        if options["verbose"]:
+            note_ledger(engine.ledger())
+    return 0
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _ignore(text: str) -> None:
+    """With --json the text is printed once, inside the object."""

@@ -1,0 +1,115 @@
+"""Which model and which prompt a command line means."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from aegis.errors import UsageError
+
+SAMPLE_PROMPT = "What is a mixture of experts? Answer in two sentences."
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_PATH_START = ("/", "./", "../", "~")
+
+
+@dataclass(frozen=True)
+class Request:
+    """The model's folder (None: embedded) and the prompt (None: nobody gave one)."""
+
+    model: Path | None
+    prompt: str | None
+
+
+def names_model(text: str) -> bool:
+    """Whether a single positional is a MODEL: a path, ORG/NAME or ``synthetic:``."""
+    return (
+        text.startswith(("synthetic:", *_PATH_START))
+        or _HUB_NAME.fullmatch(text) is not None
+        or _exists(text)
+    )
+
+
+def resolve_model(text: str | None) -> Path | None:
+    """The folder that MODEL names; UsageError says what is supported."""
+    if text is None:
+        return None
+    path = Path(text).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise UsageError(f"{text} is a file; give the folder with config.json and its tensors")
+    if text.startswith("synthetic:"):
+        raise UsageError(
+            f"{text}: synthetic models are not supported; give the folder of a model or a store"
+        )
+    if _HUB_NAME.fullmatch(text):
+        raise UsageError(
+            f"{text} is not a folder here, and downloading a model by its name is not supported; "
+            "give a local folder"
+        )
+    raise UsageError(f"there is no folder {text}; give the folder of a model or a store")
+
+
+def resolve_request(
+    positionals: Sequence[str], model: str | None, prompt: str | None, prompt_file: str | None
+) -> Request:
+    """Sort MODEL and PROMPT out of positionals, options, a file and piped text."""
+    left = list(positionals)
+    if len(left) > 2:
+        raise click.UsageError("too many arguments: at most MODEL and PROMPT (quote the prompt)")
+    if model is None and left and (len(left) == 2 or names_model(left[0])):
+        model = left.pop(0)
+    if len(left) == 2:
+        raise click.UsageError("MODEL is given twice: as an argument and with --model")
+    if left and prompt is not None:
+        raise click.UsageError("PROMPT is given twice: as an argument and with --prompt")
+    parts = [prompt if prompt is not None else (left[0] if left else None)]
+    parts += [_file_text(prompt_file), _piped_text()]
+    given = [part for part in parts if part]
+    return Request(resolve_model(model), "\n".join(given) if given else None)
+
+
+def on_terminal() -> bool:
+    """Whether a person is at both ends."""
+    return _is_terminal(sys.stdin) and _is_terminal(sys.stdout)
+
+
+def _is_terminal(stream: object) -> bool:
+    isatty = getattr(stream, "isatty", None)
+    return bool(isatty and isatty())
+
+
+def _exists(text: str) -> bool:
+    try:
+        return Path(text).exists()
+    except (OSError, ValueError):
+        return False
+
+
+def _file_text(path: str | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8").rstrip("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"the prompt file {path} cannot be read as UTF-8 text: {error}") from None
+
+
+def _piped_text() -> str | None:
+    """Text from a pipe or a redirected file; a terminal and /dev/null have none."""
+    if sys.stdin is None or _is_terminal(sys.stdin):
+        return None
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (OSError, ValueError):
+        mode = stat.S_IFIFO
+    if stat.S_ISCHR(mode):
+        return None
+    return sys.stdin.buffer.read().decode("utf-8", errors="replace").rstrip("\n")

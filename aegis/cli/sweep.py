@@ -1,0 +1,188 @@
+"""``aegis sweep``: the same prompt at several caps, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from aegis.cli.machine import read_machine
+from aegis.cli.options import (
+    Options,
+    engine_options,
+    json_option,
+    model_option,
+    prompt_options,
+    quiet_option,
+    verbose_option,
+)
+from aegis.cli.plan import model_folder, plan_for
+from aegis.cli.report import SCHEMA_VERSION, note, print_json
+from aegis.cli.source import SAMPLE_PROMPT, Request, resolve_request
+from aegis.errors import AegisError, PlanError
+from aegis.planner import format_size
+
+MIB = 1 << 20
+DEFAULT_ROWS = 6
+_HUGE_CAP = 1 << 60
+_HEADER = ("cap", "slots", "tok/s", "prompt tok/s", "hit rate", "MiB/token", "peak", "identical")
+_WIDTHS = (10, 11, 8, 13, 9, 10, 10, 10)
+_COPIED = (
+    "generation_tokens",
+    "prompt_tps",
+    "generation_tps",
+    "ttft_s",
+    "hit_rate",
+    "read_nbytes",
+    "read_nbytes_per_token",
+    "wait_s",
+    "peak_nbytes",
+)
+
+
+@click.command("sweep", short_help="Run one prompt at several caps and compare.")
+@click.argument("positionals", nargs=-1, metavar="[MODEL] [PROMPT]")
+@model_option
+@prompt_options
+@engine_options
+@json_option
+@quiet_option
+@verbose_option
+def command(positionals: tuple[str, ...], **options: Any) -> int:
+    """Run PROMPT at several caps, one row per cap.
+
+    Without --cap: six caps from the smallest that opens to the one that holds every expert. Each
+    row runs in a process of its own, so its peak is its own. ``identical`` says that the tokens
+    are those of the first row.
+    """
+    request = resolve_request(
+        positionals, options["model"], options["prompt"], options["prompt_file"]
+    )
+    caps = options["cap"] or _spread(model_folder(request.model), options)
+    return sweep(request, caps, options)
+
+
+def sweep(request: Request, caps: tuple[int, ...], options: Options) -> int:
+    """Run every cap; prints the rows and returns the exit code."""
+    as_json = options["as_json"]
+    if not as_json:
+        click.echo(_line(_HEADER))
+    rows: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
+    for row, result in _rows(request, caps, options):
+        rows.append(row)
+        if result is not None:
+            results.append(result)
+        if not as_json:
+            click.echo(_row_text(row))
+    if not results:
+        raise PlanError(f"no cap fits: the smallest that opens is {rows[0]['min_cap_nbytes']}B")
+    identical = all(row.get("identical", True) for row in rows)
+    if as_json:
+        named = {name: results[0][name] for name in ("model", "backend", "prompt_tokens")}
+        head = {"schema_version": SCHEMA_VERSION, **named}
+        print_json({**head, "rows": rows, "identical": identical})
+    if not identical:
+        raise AegisError("the tokens differ between caps; this is a bug, please report it")
+    return 0
+
+
+def _rows(
+    request: Request, caps: tuple[int, ...], options: Options
+) -> Iterator[tuple[dict[str, Any], dict[str, Any] | None]]:
+    """(row, the run's own object) per cap; None where the plan does not fit."""
+    folder = model_folder(request.model)
+    first: list[int] | None = None
+    for cap in caps:
+        plan = plan_for(folder, cap, options)
+        row: dict[str, Any] = {
+            "cap_nbytes": cap,
+            "feasible": plan.feasible,
+            "min_cap_nbytes": plan.min_cap_nbytes,
+        }
+        if not plan.feasible:
+            yield row, None
+            continue
+        if options["verbose"]:
+            note(f"running at {format_size(cap)}")
+        result = _run(request, cap, options)
+        first = result["token_ids"] if first is None else first
+        row |= {"slots": plan.slots, "borrowed_slots": plan.borrowed_slots}
+        row |= {name: result[name] for name in _COPIED}
+        yield row | {"identical": result["token_ids"] == first}, result
+
+
+def _run(request: Request, cap: int, options: Options) -> dict[str, Any]:
+    """One ``aegis run --json`` in a fresh process; its failure is ours."""
+    arguments = ["run", "--json", "--quiet", "--cap", f"{cap}B", *_passed_on(options)]
+    if request.model is not None:
+        arguments += ["--model", str(request.model)]
+    done = subprocess.run(
+        [sys.executable, "-m", "aegis", *arguments],
+        input=(request.prompt or SAMPLE_PROMPT).encode(),
+        capture_output=True,
+        env={**os.environ, "PYTHONSAFEPATH": "1"},
+        check=False,
+    )
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().removeprefix("error: ")
+        error = AegisError(said or f"the run at {format_size(cap)} ended with {done.returncode}")
+        error.exit_code = done.returncode if done.returncode > 0 else 1
+        raise error
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+_NOT_PASSED = {"model", "prompt", "prompt_file", "cap", "as_json", "quiet", "verbose"}
+
+
+def _passed_on(options: Options) -> list[str]:
+    """The options as arguments again, for the processes that run the rows."""
+    arguments: list[str] = []
+    for name, value in options.items():
+        flag = f"--{name.replace('_', '-')}"
+        if name in _NOT_PASSED or value is None or value is False:
+            continue
+        if value is True:
+            arguments.append(flag)
+        else:
+            values = value if isinstance(value, tuple) else (value,)
+            arguments += [f"{flag}={item}" for item in values]
+    return arguments
+
+
+def _spread(folder: Path, options: Options) -> tuple[int, ...]:
+    """Six caps from the smallest that opens to all experts resident, or to half of what is free."""
+    largest = plan_for(folder, _HUGE_CAP, options)
+    low = largest.min_cap_nbytes
+    high = max(low, min(largest.total_nbytes, read_machine().free_nbytes // 2))
+    caps = [low + (high - low) * i // (DEFAULT_ROWS - 1) for i in range(DEFAULT_ROWS)]
+    return tuple(sorted({-(-cap // MIB) * MIB for cap in caps}))
+
+
+def _row_text(row: dict[str, Any]) -> str:
+    cap = format_size(row["cap_nbytes"])
+    if not row["feasible"]:
+        return f"{cap:>{_WIDTHS[0]}}  does not fit: the smallest is {row['min_cap_nbytes']}B"
+    return _line(
+        (
+            cap,
+            f"{row['slots']}+{row['borrowed_slots']}",
+            f"{row['generation_tps']:.1f}",
+            f"{row['prompt_tps']:.1f}",
+            f"{100 * row['hit_rate']:.1f} %",
+            f"{row['read_nbytes_per_token'] / MIB:.2f}",
+            format_size(row["peak_nbytes"]),
+            "yes" if row["identical"] else "NO",
+        )
+    )
+
+
+def _line(cells: tuple[str, ...]) -> str:
+    return "  ".join(cell.rjust(width) for cell, width in zip(cells, _WIDTHS, strict=True))
