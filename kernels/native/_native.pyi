@@ -92,3 +92,83 @@ class ReadPool:
     @property
     def depth(self) -> int: ...
     def close(self) -> None: ...
+
+class KVCache:
+    """Keys and values of one layer at an address (see aegis.kernels.native.attention)."""
+
+    def __init__(self, address: int, kv_heads: int, positions: int, dim: int) -> None: ...
+
+class Attention:
+    """Attention block; the arrays at the addresses must outlive it."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        max_tokens: int,
+        context: int,
+        eps: float,
+        inv_freq: Sequence[float],
+        norm: int,
+        q: LinearDesc,
+        k: LinearDesc,
+        v: LinearDesc,
+        o: LinearDesc,
+        scratch: int,
+        scratch_nbytes: int,
+    ) -> None: ...
+    def __call__(self, x: NDArray[np.float32], cache: KVCache, start: int) -> None: ...
+
+class RouterLayer:
+    """Norm and gate of one router."""
+
+    def __init__(self, norm: int, gate: LinearDesc, eps: float, k: int) -> None: ...
+
+class Router:
+    """Router block over the workspace's arrays; a call returns how many experts it guessed."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        hidden: int,
+        max_tokens: int,
+        normalise: bool,
+        layer: RouterLayer,
+        next: RouterLayer | None,
+        normed: int,
+        experts: int,
+        weights: int,
+        guess: int,
+        scratch: int,
+        scratch_nbytes: int,
+    ) -> None: ...
+    def __call__(self, x: NDArray[np.float32], candidates: int) -> int: ...
+
+class Head:
+    """Final norm and logits."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        norm: int,
+        eps: float,
+        lm_head: LinearDesc,
+        max_rows: int,
+        scratch: int,
+        scratch_nbytes: int,
+    ) -> None: ...
+    def __call__(self, x: NDArray[np.float32], logits: NDArray[np.float32]) -> None: ...
+
+def gather(
+    table: LinearDesc,
+    ids: NDArray[np.int32],
+    ranges: NDArray[np.uint8] | None,
+    out: NDArray[np.float32],
+) -> None: ...
+def rms_norm(
+    x: NDArray[np.float32], weight: NDArray[np.float32], eps: float, out: NDArray[np.float32]
+) -> None: ...
+def elementwise(name: str, x: NDArray[np.float32], out: NDArray[np.float32]) -> None: ...

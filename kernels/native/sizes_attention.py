@@ -56,7 +56,7 @@ def attention_scratch_nbytes(spec: WorkspaceSpec) -> int:
 
 
 def router_scratch_nbytes(spec: WorkspaceSpec) -> int:
-    """Sums and logits of this layer's router, the same and normed rows of the next one's, counts."""
+    """Sums and logits of one router; the same, normed rows and counts of the next one."""
     rows = min(spec.max_tokens, ROW_TILE)
     sums = rows * (spec.hidden_size // 64)
     logits = rows * _padded(spec.num_experts)

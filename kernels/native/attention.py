@@ -1,0 +1,77 @@
+"""The attention block and its cache: checks at open, then one call into C++ per layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aegis.kernels.base import AttentionSpec, KVCache, KVSpec, Weight
+from aegis.kernels.native import _native
+from aegis.kernels.native.descs import linear_desc, vector_address
+from aegis.kernels.native.sizes_attention import KV_ALIGN, kv_nbytes
+from aegis.kernels.native.workspace import Workspace
+
+F32 = NDArray[np.float32]
+
+
+class NativeKVCache:
+    """One layer's float32 cache: keys [kv_head, position / 16, head_dim, 16], then values
+    [kv_head, position, head_dim]."""
+
+    def __init__(self, spec: KVSpec, buffer: NDArray[np.uint8]) -> None:
+        self.nbytes = kv_nbytes(spec)
+        if buffer.nbytes < self.nbytes or not buffer.flags.c_contiguous:
+            raise ValueError(
+                f"a KV cache of {spec.context} positions needs {self.nbytes} contiguous bytes "
+                f"but was given {buffer.nbytes}"
+            )
+        self._buffer = buffer
+        positions = -(-spec.context // KV_ALIGN) * KV_ALIGN
+        self.native = _native.KVCache(
+            buffer.ctypes.data, spec.num_key_value_heads, positions, spec.head_dim
+        )
+
+
+class NativeAttention:
+    """AttentionBlock in C++. The residual stream is updated in place."""
+
+    def __init__(
+        self,
+        pool: _native.Pool,
+        workspace: Workspace,
+        spec: AttentionSpec,
+        weights: Mapping[str, Weight],
+    ) -> None:
+        self._weights = dict(weights)
+        if weights["norm"].shape != (spec.hidden_size,):
+            raise ValueError(
+                f"input norm has shape {weights['norm'].shape}, expected ({spec.hidden_size},)"
+            )
+        q, k, v = (linear_desc(weights[f"{n}_proj"], weights.get(f"{n}_bias")) for n in "qkv")
+        self._workspace = workspace
+        self._block = _native.Attention(
+            pool,
+            hidden=spec.hidden_size,
+            heads=spec.num_attention_heads,
+            kv_heads=spec.num_key_value_heads,
+            dim=spec.head_dim,
+            max_tokens=workspace.spec.max_tokens,
+            context=workspace.spec.context,
+            eps=spec.rms_norm_eps,
+            inv_freq=spec.inv_freq,
+            norm=vector_address(weights["norm"]),
+            q=q,
+            k=k,
+            v=v,
+            o=linear_desc(weights["o_proj"]),
+            scratch=workspace.scratch,
+            scratch_nbytes=workspace.scratch_nbytes,
+        )
+
+    def __call__(self, x: F32, cache: KVCache, start: int) -> F32:
+        """x [T, H] at positions start.. is updated in place and returned."""
+        self._block(x, cast(NativeKVCache, cache).native, start)
+        return x
