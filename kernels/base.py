@@ -244,6 +244,10 @@ class Backend(Protocol):
     def layouts(self) -> Sequence[Layout]:
         """Store layouts it can read, preferred first."""
 
+    @property
+    def owns_workspace(self) -> bool:
+        """It allocates its scratch itself: planned like any other item, but not in the arena."""
+
     def describe(self) -> str:
         """One line for people: instruction set, threads, device."""
 
@@ -254,7 +258,7 @@ class Backend(Protocol):
         """Bytes of one layer's cache."""
 
     def open_workspace(self, spec: WorkspaceSpec, buffer: NDArray[np.uint8]) -> None:
-        """Bind the scratch memory. Must come before any block is made."""
+        """Bind the scratch memory (empty if ``owns_workspace``); comes before any block."""
 
     def kv_cache(self, spec: KVSpec, buffer: NDArray[np.uint8]) -> KVCache:
         """A cache over ``buffer`` (kv_nbytes, 64-byte aligned)."""

@@ -63,5 +63,4 @@ class LogitsRoom:
     def _release(self, nbytes: int) -> None:
         # Only whole 2 MiB ranges go back, so one more range than the bytes alone would take.
         slots = -(-(nbytes + _HUGE_NBYTES) // self._opened.plan.slot_nbytes)
-        already = self._opened.arena.released_nbytes // self._opened.plan.slot_nbytes
-        self._opened.tiers.release_slots(slots + already)
+        self._opened.tiers.release_slots(slots)

@@ -134,9 +134,11 @@ def _load_tokenizer(store: Store) -> Tokenizer:
     return Tokenizer.open(store.path)
 
 
-def _arena_nbytes(plan: MemoryPlan) -> int:
+def _arena_nbytes(plan: MemoryPlan, owns_workspace: bool) -> int:
     """What the arena holds: every item but those that live in the interpreter's own memory."""
     outside = {"runtime", "runtime_reserve", "io_buffers"}
+    if owns_workspace:
+        outside |= {"workspace", "logits"}
     return sum(align_up(nbytes, _ALIGN) for name, nbytes in plan.items if name not in outside)
 
 
@@ -149,15 +151,16 @@ def _allocate(
     paths = store.expert_paths(settings.experts)
     files = ExpertFiles(paths, geometry.record_nbytes, geometry.stride, layout.num_experts)
     runtime_nbytes = memory.resident_nbytes()
-    arena = Arena(_arena_nbytes(plan))
+    backend = registry.create(request.backend, request.threads)
+    arena = Arena(_arena_nbytes(plan, backend.owns_workspace))
     on_disk = plan.embedding == "disk"
     skip = {_EMBEDDING} if on_disk else set()
     weights = store.load_resident(
         arena.take("resident_weights", layout.resident_nbytes(skip)), skip
     )
-    backend = registry.create(request.backend, request.threads)
     workspace = request.workspace(plan.prefill_step)
-    backend.open_workspace(workspace, arena.take("workspace", backend.workspace_nbytes(workspace)))
+    scratch = 0 if backend.owns_workspace else backend.workspace_nbytes(workspace)
+    backend.open_workspace(workspace, arena.take("workspace", scratch))
     caches = _caches(backend, request, arena.take("kv_cache", items["kv_cache"]))
     rows = arena.take("embedding_rows", items["embedding_rows"], _ALIGN) if on_disk else None
     slots = SlotPool.in_arena(arena, plan.total_slots, geometry.stride)
@@ -168,7 +171,7 @@ def _allocate(
         files,
         slots,
         num_experts_per_tok=request.shape.num_experts_per_tok,
-        staging_slots=plan.staging_slots,
+        staging_slots=max(1, plan.staging_slots),
         policy=settings.policy,
         guess=settings.guess,
         guess_width=settings.guess_width,

@@ -36,6 +36,7 @@ class NativeBackend:
     """Backend on the processor's vector units; see aegis.kernels.base.Backend."""
 
     name = "native"
+    owns_workspace = False
     layouts: Sequence[Layout] = ("il16",)
 
     def __init__(self, threads: int | None = None) -> None:

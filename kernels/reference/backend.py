@@ -10,7 +10,7 @@ from aegis.kernels import formats
 from aegis.kernels.base import Weight
 from aegis.kernels.reference import sizes
 from aegis.kernels.reference.attention import ReferenceAttention, ReferenceKVCache
-from aegis.kernels.reference.linear import F32, linear, rms_norm, widen
+from aegis.kernels.reference.linear import F32, rms_norm, widen
 from aegis.kernels.reference.moe import Clock, ReferenceExperts, ReferenceRouter
 
 if TYPE_CHECKING:
@@ -75,15 +75,14 @@ class ReferenceEmbedding:
 class ReferenceHead:
     """HeadBlock in numpy."""
 
-    def __init__(self, spec: HeadSpec, weights: Mapping[str, Weight], clock: Clock) -> None:
-        self._spec, self._clock = spec, clock
+    def __init__(self, spec: HeadSpec, weights: Mapping[str, Weight]) -> None:
+        self._spec = spec
         self._norm, self._head = widen(weights["norm"]), widen(weights["lm_head"])
 
     def __call__(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
         """x [T, H] to logits [T, vocab_size]; every row alone, so grouping can't matter."""
         normed = rms_norm(x, self._norm, self._spec.rms_norm_eps)
-        at = np.zeros(1, np.int64)
-        return np.concatenate([linear(row[None], at, self._head) for row in normed])
+        return np.stack([self._head @ row for row in normed])
 
 
 class ReferenceBackend:
@@ -91,6 +90,7 @@ class ReferenceBackend:
 
     name = "reference"
     layouts: tuple[Layout, ...] = ("il16", "row")
+    owns_workspace = True
 
     def __init__(self, threads: int | None = None) -> None:
         self._clock = Clock()
@@ -146,7 +146,7 @@ class ReferenceBackend:
 
     def head(self, spec: HeadSpec, weights: Mapping[str, Weight]) -> ReferenceHead:
         """A head block."""
-        return ReferenceHead(spec, weights, self._clock)
+        return ReferenceHead(spec, weights)
 
     def close(self) -> None:
         """Nothing runs in the background."""
