@@ -23,14 +23,15 @@ INNER = {
     "aegis.settings": {"aegis.errors"},
     "aegis.embedded": {"aegis.errors"},
     "aegis.checkpoint": BELOW,
-    "aegis.convert": CHECKPOINT | {"aegis.models"},
+    "aegis.convert": CHECKPOINT | {"aegis.models", "aegis.embedded"},
     "aegis.models": CHECKPOINT,
     "aegis.text": CHECKPOINT,
     "aegis.engine": ENGINE,
-    "aegis.cli": ENGINE | {"aegis.engine", "aegis"},
-    "aegis.server": ENGINE | {"aegis.engine", "aegis"},
+    "aegis.api": ENGINE | {"aegis.engine"},
+    "aegis": ENGINE | {"aegis.engine", "aegis.api"},
+    "aegis.cli": ENGINE | {"aegis.engine"},
+    "aegis.server": ENGINE | {"aegis.engine"},
     "aegis.__main__": {"aegis.cli"},
-    "aegis": ENGINE | {"aegis.engine"},
 }
 ALLOWED = OUTER | INNER
 STDLIB_ONLY = ["planner/*.py", "kernels/base.py", "kernels/registry.py"]

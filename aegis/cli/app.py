@@ -33,17 +33,22 @@ class LazyGroup(click.Group):
 
 @click.command(
     cls=LazyGroup,
+    invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit codes: 0 done, 1 error, 2 usage, 3 plan does not fit, 4 cap exceeded, "
     "130 interrupted.",
 )
 @click.version_option(package_name="aegis-moe", prog_name="aegis")
-def group() -> None:
+@click.pass_context
+def group(ctx: click.Context) -> None:
     """Run Mixture-of-Experts language models under a hard memory cap.
 
     The experts stay on the SSD and stream through a fixed pool of slots; the tokens are the same
     at every cap.
     """
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help(), err=True)
+        ctx.exit(click.UsageError.exit_code)
 
 
 def run_command(arguments: Sequence[str] | None = None) -> None:
@@ -61,8 +66,13 @@ def run_command(arguments: Sequence[str] | None = None) -> None:
 
 def _guarded(arguments: Sequence[str] | None) -> int:
     try:
-        code = group.main(arguments, prog_name="aegis", standalone_mode=False)
+        given = list(sys.argv[1:] if arguments is None else arguments)
+        # Not group.main(): it has its own ideas about a closed pipe and Ctrl-C.
+        with group.make_context("aegis", given) as ctx:
+            code = group.invoke(ctx)
         return code if isinstance(code, int) else 0
+    except click.exceptions.Exit as ending:
+        return ending.exit_code
     except AegisError as error:
         return _fail(str(error), error.exit_code)
     except click.UsageError as error:

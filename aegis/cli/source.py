@@ -15,7 +15,7 @@ import click
 from aegis.errors import UsageError
 
 SAMPLE_PROMPT = "What is a mixture of experts? Answer in two sentences."
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _PATH_START = ("/", "./", "../", "~")
 
 
@@ -88,7 +88,7 @@ def _is_terminal(stream: object) -> bool:
 
 def _exists(text: str) -> bool:
     try:
-        return Path(text).exists()
+        return bool(text) and Path(text).exists()
     except (OSError, ValueError):
         return False
 

@@ -1,0 +1,206 @@
+"""The command as people and scripts meet it: streams, exit codes and JSON objects."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Aegis = Callable[..., subprocess.CompletedProcess[str]]
+SMALL = ("--backend", "reference", "-c", "64", "--cap", "1GiB")
+
+
+def test_help_lists_every_verb(aegis: Aegis) -> None:
+    done = aegis("--help")
+    assert done.returncode == 0
+    for verb in ("run", "plan", "sweep", "convert", "verify"):
+        assert f"  {verb} " in done.stdout
+        assert aegis(verb, "--help").returncode == 0
+
+
+def test_plan_loads_no_array_library(command_env: dict[str, str], tmp_path: Path) -> None:
+    code = (
+        "import sys; from aegis.cli.app import _guarded; "
+        "rc = _guarded(['plan', '--cap', '1GiB', '-q']); "
+        "sys.exit(rc or bool({'numpy', 'tokenizers', 'jinja2'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=command_env,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_plan_prints_a_table_and_writes_nothing(aegis: Aegis, command_env: dict[str, str]) -> None:
+    before = sorted(Path(command_env["AEGIS_CACHE"]).iterdir())
+    done = aegis("plan", "--cap", "1GiB", "-c", "512")
+    assert done.returncode == 0
+    assert "hot tier" in done.stdout
+    assert "free" in done.stderr
+    assert sorted(Path(command_env["AEGIS_CACHE"]).iterdir()) == before
+
+
+def test_a_plan_that_does_not_fit_exits_3_and_names_the_smallest_cap(aegis: Aegis) -> None:
+    done = aegis("plan", "--cap", "10MiB", "--json")
+    plan = json.loads(done.stdout)
+    assert (done.returncode, plan["feasible"]) == (3, False)
+    assert f"{plan['min_cap_nbytes']}B" in done.stderr
+    smallest = plan["min_cap_nbytes"]
+    assert aegis("plan", "--cap", f"{smallest}B").returncode == 0
+    refused = aegis("run", "--cap", f"{smallest - 1}B", "hello")
+    assert (refused.returncode, refused.stdout) == (3, "")
+
+
+def test_without_a_cap_the_choice_is_printed(aegis: Aegis) -> None:
+    assert "no --cap was given" in aegis("plan", "-c", "64").stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("plan", "--cap", "4"), "write 4GiB"),
+        (("run", "org/name", "hi"), "downloading"),
+        (("run", "synthetic:x", "hi"), "synthetic"),
+        (("run", "--kv-format", "q8", "hi"), "kv-format"),
+        (("run", "--guess-width", "17", "hi"), "guess-width"),
+        (("run", "--temp", "-1", "hi"), "temperature"),
+        (("plan", "--cap", "1GiB..2GiB"), "one size"),
+        (("plan", "-c", "999999"), "context"),
+        (("plan", "--embedding", "disk", "--cap", "1GiB"), "tied"),
+        (("nonsense",), "No such command"),
+    ],
+)
+def test_usage_errors_exit_2_with_one_sentence(
+    aegis: Aegis, arguments: tuple[str, ...], sentence: str
+) -> None:
+    done = aegis(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: ")
+    assert sentence in last
+    assert "Traceback" not in done.stderr
+
+
+def test_run_prints_only_the_text_on_stdout(aegis: Aegis, small_model: str) -> None:
+    done = aegis("run", small_model, "one two", "--raw", "-n", "6", "--ignore-eos", *SMALL)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("\n")
+    assert "memory plan" in done.stderr
+    assert "hit rate" in done.stderr
+    quiet = aegis("run", small_model, "one two", "--raw", "-n", "6", "--ignore-eos", "-q", *SMALL)
+    assert (quiet.stdout, quiet.stderr) == (done.stdout, "")
+
+
+def test_json_is_one_object_with_every_figure(aegis: Aegis, small_model: str) -> None:
+    done = aegis(
+        "run", small_model, "one two", "--raw", "-n", "6", "--ignore-eos", "--json", *SMALL
+    )
+    result = json.loads(done.stdout)
+    assert set(result) == {
+        *("schema_version", "model", "backend", "plan", "prompt_tokens", "generation_tokens"),
+        *("token_ids", "text", "finish_reason", "prompt_tps", "generation_tps", "ttft_s"),
+        *("peak_nbytes", "hit_rate", "read_nbytes", "read_nbytes_per_token", "wait_s"),
+    }
+    assert result["generation_tokens"] == len(result["token_ids"]) == 6
+    assert (result["backend"], result["finish_reason"]) == ("reference", "length")
+    assert result["plan"]["cap_nbytes"] == 1 << 30
+    assert result["read_nbytes"] > 0
+
+
+def test_piped_text_is_the_prompt(aegis: Aegis, small_model: str) -> None:
+    options = (*SMALL, "--raw", "-n", "3", "--ignore-eos", "--json", "-m", small_model)
+    piped = json.loads(aegis("run", *options, stdin="one two\n").stdout)
+    given = json.loads(aegis("run", *options, "-p", "one two").stdout)
+    assert piped["token_ids"] == given["token_ids"]
+
+
+def test_verbose_adds_the_ledger(aegis: Aegis, small_model: str) -> None:
+    done = aegis("run", small_model, "one", "--raw", "-n", "1", "-v", *SMALL)
+    assert "planned" in done.stderr
+    assert "measured" in done.stderr
+
+
+def test_a_model_without_a_chat_template_says_to_use_raw(aegis: Aegis, small_model: str) -> None:
+    done = aegis("run", small_model, "one two", "-n", "1", *SMALL)
+    assert done.returncode == 1
+    assert "--raw" in done.stderr
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    given = aegis("run", small_model, "one", "-n", "1", "--chat-template", template, *SMALL)
+    assert given.returncode == 0, given.stderr
+
+
+def test_a_prompt_longer_than_the_context_names_the_number_needed(
+    aegis: Aegis, small_model: str
+) -> None:
+    done = aegis("run", small_model, "one two " * 100, "--raw", *SMALL)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "context of 64" in done.stderr
+
+
+def test_a_sweep_has_a_row_per_cap_and_says_that_they_are_identical(
+    aegis: Aegis, small_model: str
+) -> None:
+    common = ("-p", "one two", "--raw", "-n", "4", "--ignore-eos", "-m", small_model)
+    fixed = ("--backend", "reference", "-c", "64")
+    done = aegis("sweep", *common, *fixed, "--cap", "1MiB..1025MiB:512MiB", "--json")
+    assert done.returncode == 0, done.stderr
+    table = json.loads(done.stdout)
+    assert [row["feasible"] for row in table["rows"]] == [False, True, True]
+    assert table["identical"] is True
+    text = aegis("run", *common, *fixed, "--cap", "513MiB..1025MiB:512MiB")
+    assert text.stdout.count("yes") == 2, text.stderr
+
+
+def test_a_sweep_where_nothing_fits_exits_3(aegis: Aegis) -> None:
+    done = aegis("sweep", "hello", "--cap", "1MiB..2MiB:1MiB")
+    assert done.returncode == 3
+    assert "no cap fits" in done.stderr
+
+
+def test_convert_prints_the_store_and_verify_finds_damage(
+    aegis: Aegis, small_model: str, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    made = aegis("convert", small_model, str(store), "--experts", "3bit", "--json")
+    assert json.loads(made.stdout)["experts"] == ["4bit", "3bit"], made.stderr
+    whole = aegis("verify", str(store))
+    assert (whole.returncode, "all as written" in whole.stdout) == (0, True)
+    record = next((store / "experts").iterdir())
+    data = bytearray(record.read_bytes())
+    data[100] ^= 1
+    record.write_bytes(data)
+    damaged = aegis("verify", str(store), "--json")
+    assert (damaged.returncode, json.loads(damaged.stdout)["ok"]) == (1, False)
+    assert "convert the model again" in damaged.stderr
+
+
+def test_verify_of_what_was_never_converted_names_the_command(aegis: Aegis, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    done = aegis("verify", str(tmp_path / "model"))
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+
+
+def test_a_reader_that_leaves_early_ends_it_quietly(
+    command_env: dict[str, str], tmp_path: Path
+) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "aegis", "plan", "--cap", "1GiB", "-q"],
+            stdout=write,
+            stderr=subprocess.PIPE,
+            cwd=tmp_path,
+            env=command_env,
+            check=False,
+        )
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")

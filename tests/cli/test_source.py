@@ -1,0 +1,121 @@
+"""Which model and which prompt a command line means."""
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from aegis.cli.source import names_model, resolve_model, resolve_request
+from aegis.errors import UsageError
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def at_a_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+
+
+@contextlib.contextmanager
+def piped(monkeypatch: pytest.MonkeyPatch, text: bytes) -> Iterator[None]:
+    read, write = os.pipe()
+    os.write(write, text)
+    os.close(write)
+    with os.fdopen(read) as stream:
+        monkeypatch.setattr(sys, "stdin", stream)
+        yield
+
+
+@pytest.mark.parametrize("text", ["folder", "org/name", "synthetic:30b", "./gone", "/gone", "~/x"])
+def test_a_path_a_hub_name_and_synthetic_are_models(text: str) -> None:
+    assert names_model(text)
+
+
+@pytest.mark.parametrize("text", ["Why?", "What is 3/4 of 12?", "hello", "", "x" * 5000, "a\0b"])
+def test_anything_else_is_a_prompt(text: str) -> None:
+    assert not names_model(text)
+    assert resolve_request([text], None, None, None).model is None
+
+
+def test_a_single_positional_is_model_or_prompt_by_its_looks() -> None:
+    assert resolve_request(["folder"], None, None, None).model == Path("folder")
+    assert resolve_request(["Why is it so?"], None, None, None).prompt == "Why is it so?"
+
+
+def test_two_positionals_are_model_and_prompt() -> None:
+    request = resolve_request(["folder", "folder"], None, None, None)
+    assert (request.model, request.prompt) == (Path("folder"), "folder")
+
+
+def test_with_a_model_option_the_positional_is_the_prompt() -> None:
+    request = resolve_request(["folder"], "folder", None, None)
+    assert (request.model, request.prompt) == (Path("folder"), "folder")
+
+
+def test_nothing_at_all_is_the_embedded_model_and_no_prompt() -> None:
+    request = resolve_request([], None, None, None)
+    assert (request.model, request.prompt) == (None, None)
+
+
+def test_piped_text_is_appended_to_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    with piped(monkeypatch, b"some\ntext\n"):
+        assert resolve_request([], None, "Sum up:", None).prompt == "Sum up:\nsome\ntext"
+
+
+def test_piped_text_alone_is_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    with piped(monkeypatch, "déjà \xff".encode("latin-1")):
+        assert resolve_request([], None, None, None).prompt == "d\ufffdj\ufffd \ufffd"
+
+
+def test_the_null_device_is_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Path(os.devnull).open() as null:
+        monkeypatch.setattr(sys, "stdin", null)
+        assert resolve_request([], None, None, None).prompt is None
+
+
+def test_a_file_is_read_as_the_prompt(tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("From a file\n")
+    assert resolve_request([], None, None, "prompt.txt").prompt == "From a file"
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError, match="UTF-8"):
+        resolve_request([], None, None, "binary")
+
+
+@pytest.mark.parametrize(
+    ("positionals", "model", "prompt", "match"),
+    [
+        (["a", "b", "c"], None, None, "too many"),
+        (["folder", "b"], "folder", None, "MODEL is given twice"),
+        (["hello"], None, "again", "PROMPT is given twice"),
+    ],
+)
+def test_contradictions_are_usage_errors(
+    positionals: list[str], model: str | None, prompt: str | None, match: str
+) -> None:
+    with pytest.raises(click.UsageError, match=match):
+        resolve_request(positionals, model, prompt, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("org/name", "downloading"),
+        ("synthetic:x", "synthetic models are not supported"),
+        ("./gone", "there is no folder"),
+        ("file", "is a file"),
+    ],
+)
+def test_what_is_no_folder_is_refused_with_what_to_do(text: str, match: str) -> None:
+    Path("file").touch()
+    with pytest.raises(UsageError, match=match):
+        resolve_model(text)
