@@ -1,0 +1,162 @@
+"""Small attention, router, embedding and head blocks of the native backend, and numpy oracles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from native_tools import aligned, fmt_of, normal, random_weight
+
+from aegis.kernels import formats
+from aegis.kernels.base import AttentionSpec, Format, KVSpec, Weight, WorkspaceSpec
+from aegis.kernels.native import _native, sizes
+from aegis.kernels.native.attention import NativeAttention, NativeKVCache
+from aegis.kernels.native.workspace import Workspace
+
+VECTOR = Format("dense", "f32")
+
+
+def vector(values: Any) -> Weight:
+    """A stored float32 vector."""
+    data = aligned(4 * len(values))
+    data[:] = np.asarray(values, np.float32).view(np.uint8)
+    return Weight((len(values),), VECTOR, "il16", data)
+
+
+def values_of(weight: Weight) -> Any:
+    """A stored vector as float64."""
+    return weight.data.view(np.float32).astype(np.float64)
+
+
+def workspace(**changes: int) -> Workspace:
+    """A workspace filled with NaN, small unless ``changes`` say otherwise."""
+    base = {
+        "max_tokens": 64,
+        "context": 64,
+        "hidden_size": 64,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 0,
+        "num_experts": 16,
+        "num_experts_per_tok": 2,
+        "vocab_size": 64,
+        "max_logit_rows": 1,
+        "threads": 2,
+    }
+    spec = WorkspaceSpec(**(base | changes))
+    buffer = aligned(sizes.workspace_nbytes(spec))
+    buffer.view(np.uint8)[:] = 0xFF
+    return Workspace(spec, buffer)
+
+
+def norm_rows(x: Any, weight: Weight, eps: float) -> Any:
+    """RMS norm in float64."""
+    x = x.astype(np.float64)
+    return values_of(weight) * (x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps))
+
+
+@dataclass
+class Attention:
+    """One random attention layer: spec, weights, and how to run and check it."""
+
+    hidden: int = 64
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 32
+    rotary: int = 32
+    context: int = 64
+    max_tokens: int = 64
+    bits: int = 4
+    biases: bool = True
+    seed: int = 0
+    spec: AttentionSpec = field(init=False)
+    weights: dict[str, Weight] = field(init=False)
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng(self.seed)
+        freqs = 1.0 / 10000.0 ** (np.arange(0, self.rotary, 2) / max(self.rotary, 1))
+        inv_freq = tuple(float(f) for f in freqs.astype(np.float32))
+        self.spec = AttentionSpec(self.hidden, self.heads, self.kv_heads, self.dim, 1e-6, inv_freq)
+        out = {"q": self.heads * self.dim, "k": self.kv_heads * self.dim}
+        out["v"] = out["k"]
+        fmt = fmt_of(self.bits)
+        self.weights = {"norm": vector(1 + 0.1 * normal(rng, self.hidden))}
+        for name, rows in out.items():
+            self.weights[f"{name}_proj"] = random_weight(rng, (rows, self.hidden), fmt)
+            if self.biases:
+                self.weights[f"{name}_bias"] = vector(normal(rng, rows))
+        self.weights["o_proj"] = random_weight(rng, (self.hidden, out["q"]), fmt)
+
+    def block(self, pool: Any) -> NativeAttention:
+        """The native block with a workspace of its own."""
+        space = workspace(
+            max_tokens=self.max_tokens,
+            context=self.context,
+            hidden_size=self.hidden,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.dim,
+        )
+        return NativeAttention(pool, space, self.spec, self.weights)
+
+    def cache(self, fill: float = float("nan")) -> NativeKVCache:
+        """A cache whose unused positions hold ``fill``."""
+        spec = KVSpec(self.kv_heads, self.dim, self.context)
+        buffer = aligned(sizes.kv_nbytes(spec))
+        buffer.view(np.float32)[:] = fill
+        return NativeKVCache(spec, buffer)
+
+    def run(self, x: Any, pool: Any, chunks: list[int], fill: float = float("nan")) -> Any:
+        """x [T, H] through the block in chunks of rows from position 0."""
+        block, cache, parts, start = self.block(pool), self.cache(fill), [], 0
+        for rows in chunks:
+            parts.append(block(x[start : start + rows].copy(), cache, start))
+            start += rows
+        return np.concatenate(parts)
+
+    def oracle(self, x: Any) -> Any:
+        """The block in float64."""
+        count = len(x)
+        normed = norm_rows(x, self.weights["norm"], 1e-6)
+        q = self._turned(self._project(normed, "q"))
+        k, v = self._turned(self._project(normed, "k")), self._project(normed, "v")
+        repeat = self.heads // self.kv_heads
+        k, v = np.repeat(k, repeat, axis=1), np.repeat(v, repeat, axis=1)
+        scores = np.einsum("thd,shd->hts", q, k) / np.sqrt(self.dim)
+        scores[:, np.triu(np.ones((count, count), bool), 1)] = -np.inf
+        scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        mixed = np.einsum("hts,shd->thd", scores / scores.sum(axis=-1, keepdims=True), v)
+        o_proj = formats.dequantize(self.weights["o_proj"]).astype(np.float64)
+        return x.astype(np.float64) + mixed.reshape(count, -1) @ o_proj.T
+
+    def _project(self, normed: Any, name: str) -> Any:
+        out = normed @ formats.dequantize(self.weights[f"{name}_proj"]).astype(np.float64).T
+        if self.biases:
+            out = out + values_of(self.weights[f"{name}_bias"])
+        return out.reshape(len(normed), -1, self.dim)
+
+    def _turned(self, heads: Any) -> Any:
+        """Rotary positions, from float32 angles as the definition has them."""
+        positions = np.arange(len(heads), dtype=np.float32)[:, None]
+        angle = (positions * np.array(self.spec.inv_freq, np.float32)).astype(np.float64)
+        cos, sin, half = np.cos(angle)[:, None], np.sin(angle)[:, None], len(self.spec.inv_freq)
+        low, high = heads[..., :half], heads[..., half : 2 * half]
+        parts = [low * cos - high * sin, high * cos + low * sin, heads[..., 2 * half :]]
+        return np.concatenate(parts, axis=-1)
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    """Equal as raw float32 words."""
+    return bool(np.array_equal(a.view(np.uint32), b.view(np.uint32)))
+
+
+def chunkings(total: int, cuts: list[int]) -> list[int]:
+    """Lengths of the pieces that ``cuts`` divide ``total`` rows into."""
+    edges = [0, *sorted({cut for cut in cuts if 0 < cut < total}), total]
+    return [b - a for a, b in zip(edges, edges[1:], strict=False)]
+
+
+POOLS = [_native.Pool(threads) for threads in (1, 2, 4)]

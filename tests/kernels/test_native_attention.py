@@ -1,0 +1,151 @@
+"""Native attention: right, and the same bits for any chunking, thread count and processor."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("aegis.kernels.native._native", exc_type=ImportError)
+
+from attention_tools import POOLS, Attention, chunkings, same_bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from native_tools import aligned, isa, normal
+
+from aegis.kernels.base import KVSpec
+from aegis.kernels.native import _native
+from aegis.kernels.native.attention import NativeKVCache
+
+ISAS = _native.isas()
+
+layers = st.builds(
+    Attention,
+    heads=st.sampled_from([4, 12]),
+    kv_heads=st.sampled_from([1, 2, 4]),
+    dim=st.sampled_from([16, 32, 48, 64]),
+    rotary=st.sampled_from([8, 16]),
+    max_tokens=st.sampled_from([1, 7, 40]),
+    bits=st.sampled_from([3, 4, 8]),
+    biases=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+
+
+def rows(count: int, hidden: int = 64, seed: int = 0) -> Any:
+    return normal(np.random.default_rng(seed), count, hidden)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "rotary"),
+    [(4, 4, 32, 32), (9, 3, 64, 64), (8, 1, 128, 64), (40, 1, 16, 16), (4, 2, 256, 64)],
+)
+def test_matches_float64(heads: int, kv_heads: int, dim: int, rotary: int) -> None:
+    layer = Attention(heads=heads, kv_heads=kv_heads, dim=dim, rotary=rotary, context=300)
+    x = rows(300)
+    exact = layer.oracle(x)
+    np.testing.assert_allclose(layer.run(x, POOLS[1], [290] + 10 * [1]), exact, atol=2e-5)
+
+
+@pytest.mark.parametrize("bits", [3, 8, 0])
+def test_matches_float64_in_every_format(bits: int) -> None:
+    layer = Attention(bits=bits, biases=bits == 8)
+    x = rows(40)
+    np.testing.assert_allclose(layer.run(x, POOLS[1], [33, 7]), layer.oracle(x), atol=2e-5)
+
+
+@given(layers, st.lists(st.integers(1, 47), max_size=6))
+@settings(max_examples=25)
+def test_chunks_and_threads_never_change_a_bit(layer: Attention, cuts: list[int]) -> None:
+    x = rows(48)
+    whole = layer.run(x, POOLS[0], [48])
+    for pool in POOLS:
+        assert same_bits(layer.run(x, pool, chunkings(48, cuts)), whole)
+
+
+def test_chunks_across_position_blocks_and_row_tiles_never_change_a_bit() -> None:
+    layer = Attention(heads=6, kv_heads=2, dim=32, context=600, max_tokens=600)
+    x = rows(600)
+    whole = layer.run(x, POOLS[1], [600])
+    assert same_bits(layer.run(x, POOLS[0], [250, 3, 1, 1, 1, 1, 200, 55, 1, 87]), whole)
+    assert same_bits(layer.run(x, POOLS[1], [129, 129, 129, 129, 84]), whole)
+
+
+def test_token_by_token_equals_a_single_call() -> None:
+    layer = Attention(heads=8, kv_heads=1, dim=16, rotary=16, context=280, max_tokens=280)
+    x = rows(280)
+    assert same_bits(layer.run(x, POOLS[1], 280 * [1]), layer.run(x, POOLS[1], [280]))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 32), (12, 1, 48), (10, 2, 64)])
+def test_every_instruction_set_gives_the_same_bits(heads: int, kv_heads: int, dim: int) -> None:
+    layer = Attention(heads=heads, kv_heads=kv_heads, dim=dim, context=272, max_tokens=272)
+    x = rows(270)
+    results = []
+    for each in ISAS:
+        with isa(each):
+            results.append(layer.run(x, POOLS[1], [262, 1, 7]))
+    assert all(same_bits(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("chunks", [[21], [20, 1], 21 * [1]])
+@pytest.mark.parametrize("fill", [float("nan"), float("inf"), 1e38])
+def test_garbage_in_unused_positions_never_leaks(chunks: list[int], fill: float) -> None:
+    layer = Attention()
+    x = rows(21)
+    assert same_bits(layer.run(x, POOLS[1], chunks, fill), layer.run(x, POOLS[1], [21], 0.0))
+
+
+def test_old_tokens_behind_a_shorter_prompt_never_leak() -> None:
+    layer = Attention()
+    x, block, cache = rows(30), layer.block(POOLS[1]), layer.cache()
+    fresh = layer.run(x[:5], POOLS[1], [5])
+    block(rows(30, seed=1), cache, 0)
+    assert same_bits(block(x[:5].copy(), cache, 0), fresh)
+
+
+def test_updates_the_residual_stream_in_place() -> None:
+    layer = Attention()
+    x = rows(3)
+    assert layer.block(POOLS[0])(x, layer.cache(), 0) is x
+    assert not same_bits(x, rows(3))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"dim": 24, "heads": 8, "rotary": 8}, "head_dim 24"),
+        ({"dim": 320, "rotary": 64}, "head_dim 320"),
+        ({"heads": 4, "kv_heads": 3}, "4 attention heads"),
+        ({"rotary": 64}, "rotary"),
+    ],
+)
+def test_shapes_without_a_kernel_are_refused(changes: dict[str, int], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Attention(**changes).block(POOLS[0])
+
+
+def test_positions_outside_the_cache_are_refused() -> None:
+    layer = Attention()
+    block, cache = layer.block(POOLS[0]), layer.cache()
+    for start in (-1, 62):
+        with pytest.raises(ValueError, match="context of 64"):
+            block(rows(3), cache, start)
+
+
+def test_a_cache_of_other_heads_is_refused() -> None:
+    layer = Attention()
+    other = Attention(kv_heads=4).cache()
+    with pytest.raises(ValueError, match="other key/value heads"):
+        layer.block(POOLS[0])(rows(1), other, 0)
+
+
+def test_a_cache_without_room_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs 8192"):
+        NativeKVCache(KVSpec(1, 16, 50), aligned(8191))
+
+
+def test_weights_of_another_shape_are_refused() -> None:
+    layer = Attention()
+    layer.weights["o_proj"] = layer.weights["k_proj"]
+    with pytest.raises(ValueError, match="o_proj"):
+        layer.block(POOLS[0])
