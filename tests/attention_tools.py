@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -156,7 +157,7 @@ def same_bits(a: Any, b: Any) -> bool:
 def chunkings(total: int, cuts: list[int]) -> list[int]:
     """Lengths of the pieces that ``cuts`` divide ``total`` rows into."""
     edges = [0, *sorted({cut for cut in cuts if 0 < cut < total}), total]
-    return [b - a for a, b in zip(edges, edges[1:], strict=False)]
+    return [b - a for a, b in pairwise(edges)]
 
 
 POOLS = [_native.Pool(threads) for threads in (1, 2, 4)]
