@@ -17,6 +17,8 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
+from aegis.checkpoint.pagecache import drop_pages as drop_pages
+
 ALIGN = 4096
 PIECE_NBYTES = 1 << 20
 """Default size of one read or write."""
@@ -48,12 +50,6 @@ def open_uncached(path: Path, flags: int) -> tuple[int, bool]:
 
         fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)
     return fd, False
-
-
-def drop_pages(fd: int, offset: int = 0, nbytes: int = 0) -> None:
-    """Ask the kernel to forget cached pages of a file (all of it by default)."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 class UncachedReader:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from aegis.checkpoint.config import ModelConfig
+from aegis.errors import StoreError
 from aegis.kernels.base import Format, Layout, Segment
 from aegis.kernels.sizes import (
     GROUP,
@@ -82,11 +83,15 @@ class StoreLayout:
         return self.config.model_type
 
     def geometry(self, experts: ExpertBits = "4bit") -> ExpertGeometry:
-        """The expert records of one of the two kinds; ``4bit`` means as in the checkpoint."""
+        """The expert records of one of the two kinds; ``4bit`` means as in the checkpoint.
+
+        Raises:
+            StoreError: 3-bit records are asked for and there is nothing to derive them from.
+        """
         if experts == "4bit":
             return self.experts
         if self.experts_3bit is None:
-            raise ValueError("this model has no 4-bit experts to derive 3-bit ones from")
+            raise StoreError("this model has no 4-bit experts to derive 3-bit ones from")
         return self.experts_3bit
 
     def resident_nbytes(self, skip: Collection[str] = ()) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from aegis.checkpoint.pagecache import drop_pages
 from aegis.errors import CheckpointError
 
 MAX_HEADER_NBYTES = 100 << 20
@@ -65,6 +66,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
                     f" a file of {size}; download it again"
                 )
             header = file.read(length)
+            drop_pages(file.fileno())
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     tensors = [_tensor(path, name, entry, 8 + length) for name, entry in _entries(path, header)]

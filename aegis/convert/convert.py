@@ -65,6 +65,8 @@ def convert(
         CheckpointError: the source is damaged, incomplete or not supported.
         StoreError: the destination cannot be written, or holds something else.
     """
+    if is_store(source):
+        raise StoreError(f"{source} is a store already; only checkpoints are converted")
     target = Path(destination).absolute()
     checkpoint, resolved = resolve_checkpoint(Checkpoint.open(source))
     plan = layout_of(checkpoint, resolved, layout)

@@ -6,6 +6,7 @@ import hashlib
 import os
 from pathlib import Path
 
+from aegis.checkpoint.pagecache import drop_pages, expect_random_reads
 from aegis.checkpoint.source import Checkpoint
 
 _SAMPLES = 16
@@ -41,12 +42,10 @@ def _update(digest: hashlib._Hash, file: Path, timed: bool) -> None:
     try:
         status = os.fstat(fd)
         digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns * timed}\n".encode())
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+        expect_random_reads(fd)
         step = max(_SAMPLE_NBYTES, status.st_size // _SAMPLES)
         for offset in range(0, status.st_size, step):
             digest.update(os.pread(fd, _SAMPLE_NBYTES, offset))
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        drop_pages(fd)
     finally:
         os.close(fd)

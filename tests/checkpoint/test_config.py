@@ -1,0 +1,114 @@
+"""config.json: typed, named in errors, in every spelling."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aegis.checkpoint.config import ModelConfig, QuantSpec, load_config, load_generation_config
+from aegis.errors import CheckpointError
+
+
+def config(**keys: Any) -> ModelConfig:
+    return ModelConfig({"model_type": "qwen2_moe", **keys})
+
+
+def test_values_come_with_their_type() -> None:
+    c = config(hidden_size=64, rms_norm_eps=1e-6, rope_theta=10000, tied=True, act="silu")
+    assert c.int("hidden_size") == 64
+    assert c.float("rms_norm_eps") == 1e-6
+    assert c.float("rope_theta") == 10000.0
+    assert c.bool("tied") is True
+    assert c.str("act") == "silu"
+
+
+def test_a_missing_key_is_named_unless_there_is_a_default() -> None:
+    with pytest.raises(CheckpointError, match="lacks hidden_size"):
+        config().int("hidden_size")
+    with pytest.raises(CheckpointError, match="lacks head_dim"):
+        config(head_dim=None).int("head_dim")
+    assert config(head_dim=None).int("head_dim", 32) == 32
+
+
+@pytest.mark.parametrize("value", ["64", 64.0, True, [64]])
+def test_a_mistyped_key_is_named_with_its_value(value: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"sets hidden_size to .*expected a whole number"):
+        config(hidden_size=value).int("hidden_size")
+
+
+def test_other_mistyped_values_are_refused() -> None:
+    with pytest.raises(CheckpointError, match="expected a number"):
+        config(eps=True).float("eps")
+    with pytest.raises(CheckpointError, match="expected true or false"):
+        config(tied=1).bool("tied")
+    with pytest.raises(CheckpointError, match="expected a string"):
+        config(act=1).str("act")
+
+
+def test_a_nested_text_config_takes_precedence() -> None:
+    c = config(
+        text_config={"hidden_size": 128, "model_type": "qwen2_moe_text"}, hidden_size=1, eps=2
+    )
+    assert (c.int("hidden_size"), c.int("eps"), c.model_type) == (128, 2, "qwen2_moe")
+
+
+def test_other_spellings_are_normalised() -> None:
+    assert config(num_local_experts=8).int("num_experts") == 8
+    assert config(n_routed_experts=8).int("num_experts") == 8
+
+
+def test_a_config_without_model_type_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="lacks model_type"):
+        ModelConfig({})
+
+
+@pytest.mark.parametrize("key", ["quantization", "quantization_config"])
+def test_quantisation_has_a_default_and_exceptions(key: str) -> None:
+    entry = {"group_size": 64, "bits": 4, "mode": "affine"}
+    entry |= {"a.gate": {"group_size": 64, "bits": 8}, "a.b": False, "a.c": {"bits": 3}}
+    quantization = config(**{key: entry}).quantization
+    assert quantization is not None
+    assert quantization.of("a.q_proj") == QuantSpec(4, 64)
+    assert quantization.of("a.gate") == QuantSpec(8, 64)
+    assert quantization.of("a.c") == QuantSpec(3, 64)
+    assert quantization.of("a.b") is None
+
+
+def test_no_entry_means_unquantised() -> None:
+    assert config().quantization is None
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "'gptq'"),
+        ({"quant_method": "fp8"}, "'fp8'"),
+        ({"mode": "mxfp4", "bits": 4, "group_size": 32}, "'mxfp4'"),
+        ({"bits": 4}, "group_size"),
+        ({"bits": "4", "group_size": 64}, "bits"),
+        ({"bits": 4, "group_size": 64, "m": {"mode": "nvfp4", "bits": 4}}, "'nvfp4'"),
+        ("4bit", "expected an object"),
+    ],
+)
+def test_quantisation_that_cannot_be_read_is_refused(entry: Any, words: str) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        assert config(quantization=entry).quantization
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "null", '{"a": ' * 100_000])
+def test_a_file_that_is_no_json_object_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        load_config(tmp_path)
+
+
+def test_a_missing_config_is_refused_and_a_missing_generation_config_is_empty(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json is missing"):
+        load_config(tmp_path)
+    assert load_generation_config(tmp_path) == {}
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+    assert load_generation_config(tmp_path) == {"eos_token_id": [1, 2]}

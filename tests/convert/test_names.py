@@ -1,0 +1,166 @@
+"""Every tensor is used or ignorable; anything else is refused by name."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from stores import checkpoint_values, edit_header, edit_json
+from strategies import write_checkpoint, write_safetensors
+
+from aegis.checkpoint.source import Checkpoint
+from aegis.convert.layout import layout_of_checkpoint
+from aegis.errors import CheckpointError
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("names") / "m", 1, bits=(4, 8))
+
+
+@pytest.fixture
+def folder(pristine: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(pristine, tmp_path / "m"))
+
+
+def header(edit: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    return lambda folder: edit_header(folder / "model.safetensors", lambda h: edit(h))
+
+
+def config(edit: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    return lambda folder: edit_json(folder / "config.json", lambda c: edit(c))
+
+
+def rename(old: str, new: str) -> Callable[[Path], None]:
+    return header(lambda h: h.update({new: h.pop(old)}))
+
+
+def reshape(name: str, shape: list[int]) -> Callable[[Path], None]:
+    return header(lambda h: h[name].update(shape=shape))
+
+
+def retype(name: str, dtype: str) -> Callable[[Path], None]:
+    return header(lambda h: h[name].update(dtype=dtype))
+
+
+def quantization(**keys: Any) -> Callable[[Path], None]:
+    return config(lambda c: c["quantization"].update(keys))
+
+
+LAYER = "model.layers.1."
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (header(lambda h: h.pop("model.norm.weight")), r"lacks the tensor norm\.weight"),
+        (header(lambda h: h.pop("lm_head.scales")), r"lm_head\.weight is stored as U32"),
+        (header(lambda h: h.pop("lm_head.biases")), r"lacks the tensor lm_head\.biases"),
+        (
+            header(lambda h: h.pop(LAYER + "mlp.switch_mlp.up_proj.weight")),
+            r"lacks the experts of layer 1: neither layers\.1\.mlp\.switch_mlp\.up_proj",
+        ),
+        (
+            header(lambda h: h.pop(LAYER + "self_attn.q_proj.bias")),
+            r"lacks the tensor layers\.1\.self_attn\.q_proj\.bias",
+        ),
+        (
+            rename(LAYER + "mlp.shared_expert_gate.weight", LAYER + "mlp.shared_gate.weight"),
+            r"lacks the tensor layers\.1\.mlp\.shared_expert_gate",
+        ),
+        (config(lambda c: c.update(num_hidden_layers=1)), r"holds model\.layers\.1\..*not use"),
+        (config(lambda c: c.update(qkv_bias=False)), r"holds model\.layers\.0\.self_attn\..*bias"),
+        (config(lambda c: c.update(shared_expert_intermediate_size=0)), "shared_expert"),
+        (config(lambda c: c.update(hidden_size=192)), r"embed_tokens\.weight has the shape"),
+        (config(lambda c: c.update(num_experts=5)), r"mlp\.gate\.weight has the shape"),
+        (config(lambda c: c.update(vocab_size=511)), r"embed_tokens\.weight has the shape"),
+        (reshape("model.norm.weight", [64, 2]), r"norm\.weight has the shape \[64, 2\]"),
+        (retype("model.norm.weight", "I16"), r"norm\.weight is stored as I16"),
+        (retype("lm_head.scales", "U16"), r"lm_head\.scales is stored as U16"),
+        (retype("lm_head.scales", "F16"), r"lm_head\.biases is BF16, but its scales are F16"),
+        (retype("lm_head.weight", "I32"), r"lm_head\.weight is stored as I32"),
+        (config(lambda c: c.pop("quantization") and c.pop("quantization_config")), "no quantiz"),
+        (quantization(lm_head=False), r"lm_head\.weight is quantised, but"),
+        (quantization(bits=7), "7-bit"),
+        (quantization(group_size=32), "groups of 32"),
+        (config(lambda c: c.update(model_type="unheard_of")), "'unheard_of' is not supported"),
+    ],
+)
+def test_what_is_missing_surplus_or_wrong_is_refused_by_name(
+    folder: Path, damage: Callable[[Path], None], words: str
+) -> None:
+    damage(folder)
+    with pytest.raises(CheckpointError, match=words):
+        layout_of_checkpoint(folder)
+
+
+def test_a_router_stored_at_8_bits_cannot_be_read_as_4(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "m", 2, bits=(4, 8))
+    entries = Checkpoint.open(folder).config.get("quantization")
+    wide = next(name for name, entry in entries.items() if isinstance(entry, dict))
+    quantization_of = config(lambda c: c["quantization"].pop(wide))
+    quantization_of(folder)
+    with pytest.raises(CheckpointError, match=f"{wide}.weight has the shape .* 4-bit codes"):
+        layout_of_checkpoint(folder)
+
+
+def test_inputs_that_are_no_multiple_of_the_group_are_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "m", 2, dense=True, moe_intermediate_size=96)
+    with pytest.raises(CheckpointError, match=r"down_proj.*96 input features are not a multiple"):
+        layout_of_checkpoint(folder)
+
+
+def test_ignorable_tensors_are_ignored(folder: Path) -> None:
+    expected = layout_of_checkpoint(folder).resident
+    path = folder / "model.safetensors"
+    info = Checkpoint.open(folder).tensors
+    tensors = {
+        name: (t.dtype, np.fromfile(path, np.uint8, t.nbytes, offset=t.offset).view(_raw(t.dtype)))
+        for name, t in info.items()
+    }
+    shaped = {name: (d, data.reshape(info[name].shape)) for name, (d, data) in tensors.items()}
+    shaped["model.layers.0.self_attn.rotary_emb.inv_freq"] = ("F32", np.zeros(16, np.float32))
+    write_safetensors(path, shaped)
+    assert layout_of_checkpoint(folder).resident == expected
+
+
+def _raw(dtype: str) -> str:
+    return {"BF16": "u2", "U32": "u4"}[dtype]
+
+
+def test_a_spare_head_beside_a_tied_embedding_is_ignored(folder: Path) -> None:
+    config(lambda c: c.update(tie_word_embeddings=True))(folder)
+    assert "lm_head" not in layout_of_checkpoint(folder).resident
+
+
+def test_names_with_another_prefix_mean_the_same(folder: Path) -> None:
+    before, _ = checkpoint_values(folder)
+
+    def prefix(names: dict[str, Any]) -> None:
+        for name in [n for n in names if n != "__metadata__"]:
+            names[f"language_model.{name}"] = names.pop(name)
+
+    header(prefix)(folder)
+    config(
+        lambda c: c["quantization"].update(
+            {f"language_model.{n}": e for n, e in c["quantization"].items() if isinstance(e, dict)}
+        )
+    )(folder)
+    after, _ = checkpoint_values(folder)
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+
+
+def test_two_spellings_of_one_tensor_are_refused(folder: Path) -> None:
+    header(lambda h: h.update({"norm.weight": {**h["model.norm.weight"]}}))(folder)
+    with pytest.raises(CheckpointError, match="over another tensor"):
+        layout_of_checkpoint(folder)
+    header(
+        lambda h: h.update({"norm.weight": {"dtype": "BF16", "shape": [0], "data_offsets": [0, 0]}})
+    )(folder)
+    with pytest.raises(CheckpointError, match="which are the same tensor"):
+        layout_of_checkpoint(folder)
