@@ -288,7 +288,7 @@ def cold_python(folder: Path) -> ColdPython:
     for name in ("aegis", "aegis.planner", "aegis.kernels", "aegis.tiers"):
         _copy_package(name, packages / name.replace(".", "/"))
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
-    env |= {"PYTHONHOME": str(home), "LD_LIBRARY_PATH": str(home / "lib")}
+    env |= {"PYTHONHOME": str(home), "LD_LIBRARY_PATH": str(home / "lib"), "PYTHONSAFEPATH": "1"}
     command = (str(home / "bin" / version),)
     # Byte code is part of an installed package: compile it now, not inside the measured run.
     compile_all = [*command, "-m", "compileall", "-q", "-j", "2", str(home / "lib" / version)]
@@ -300,8 +300,15 @@ def _copy_package(name: str, target: Path) -> None:
     """From wherever it is imported: an editable install keeps the folders apart."""
     origin = Path(str(importlib.import_module(name).__file__)).parent
     shutil.copytree(
-        origin, target, ignore=_NOT_NEEDED, ignore_dangling_symlinks=True, dirs_exist_ok=True
+        origin,
+        target,
+        ignore=lambda at, names: _NOT_NEEDED(at, names) | set(_dangling(Path(at), names)),
+        dirs_exist_ok=True,
     )
+
+
+def _dangling(folder: Path, names: list[str]) -> list[str]:
+    return [name for name in names if not (folder / name).exists()]
 
 
 def _dev_files(names: list[str]) -> list[str]:
