@@ -40,6 +40,7 @@ class Arena:
         self.nbytes = _round_up(nbytes, PAGE_NBYTES)
         self.used_nbytes = 0
         self.released_nbytes = 0
+        self._closed = False
         self._regions: dict[str, tuple[int, int]] = {}
         self._huge_end = self.nbytes // HUGE_NBYTES * HUGE_NBYTES
         try:
@@ -113,7 +114,8 @@ class Arena:
 
         The figure is a level, not a step: a smaller one than before changes nothing. Returns how
         much is released now. Contents there are lost; nobody may touch them until restored."""
-        begin = _round_up(self.nbytes - min(max(nbytes, 0), self.nbytes), HUGE_NBYTES)
+        begin = self.nbytes - min(max(nbytes, 0), self.nbytes)
+        begin = _round_up(begin, HUGE_NBYTES if begin < self._huge_end else PAGE_NBYTES)
         end = self.nbytes - self.released_nbytes
         if begin < end:
             advice = getattr(mmap, "MADV_FREE" if sys.platform == "darwin" else "MADV_DONTNEED")
@@ -138,8 +140,9 @@ class Arena:
 
     def close(self) -> None:
         """Give all memory back; views taken before must no longer be used."""
-        if self._map.closed:
+        if self._closed:
             return
+        self._closed = True
         if sys.platform != "darwin":
             self._map.madvise(mmap.MADV_DONTNEED)
         del self._view

@@ -220,6 +220,7 @@ class ExpertTiers:
         if self._closed:
             return
         self._closed = True
+        self.end_prefill()
         self._queue.drain()
         if self._owns_pool:
             self._pool.close()

@@ -99,8 +99,7 @@ class PythonReadPool:
         self._closed = False
         self._read_nbytes = 0
         self._pending = 0
-        self._interval = sys.getswitchinterval()
-        sys.setswitchinterval(min(self._interval, _SWITCH_INTERVAL_S))
+        _switch_faster(+1)
         self._threads = [
             threading.Thread(target=self._serve, name=f"aegis-read-{i}", daemon=True)
             for i in range(threads)
@@ -199,7 +198,7 @@ class PythonReadPool:
             self._ended.notify_all()
         for thread in self._threads:
             thread.join()
-        sys.setswitchinterval(self._interval)
+        _switch_faster(-1)
 
     def _take(self) -> _Job | None:
         """The next job, demands first; None when the pool closes."""
@@ -246,6 +245,20 @@ class PythonReadPool:
         if self._drop_cache:
             os.posix_fadvise(job.fd, job.offset, total, os.POSIX_FADV_DONTNEED)
         return got
+
+
+_open_pools, _usual_interval = 0, 0.0
+
+
+def _switch_faster(change: int) -> None:
+    """Count the open pools; the first one sets the interval and the last one puts it back."""
+    global _open_pools, _usual_interval
+    if _open_pools == 0:
+        _usual_interval = sys.getswitchinterval()
+        sys.setswitchinterval(min(_usual_interval, _SWITCH_INTERVAL_S))
+    _open_pools += change
+    if _open_pools == 0:
+        sys.setswitchinterval(_usual_interval)
 
 
 class _Job:

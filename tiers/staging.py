@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from aegis.tiers.errors import SlotError
+from aegis.tiers.errors import ReadError, SlotError
 from aegis.tiers.hot_tier import HotTier
 from aegis.tiers.prefetch import ReadQueue
 from aegis.tiers.slots import NOWHERE, RESIDENT
@@ -115,7 +115,8 @@ class LayerVisit:
             raise StopIteration
         while True:
             self._queue.collect()
-            self._raise_failure()
+            if error := self._take_failures():
+                raise error
             self._issue()
             if batch := self._arrived():
                 return self._hand_out(batch)
@@ -129,11 +130,14 @@ class LayerVisit:
         """Every batch was handed out and is no longer in use."""
         return self._position == len(self._keys) and not self._held
 
-    def _raise_failure(self) -> None:
+    def _take_failures(self) -> ReadError | None:
+        """Note all experts of ours whose read failed as missing; one error speaks for them."""
+        error = None
         for key in list(self._queue.failed):
             if self._slot.pop(key, None) is not None:
                 insort(self._missing, key)
-                raise self._queue.failed.pop(key)
+                error = self._queue.failed.pop(key)
+        return error
 
     def _issue(self) -> None:
         """Start reads while slots can be had: this layer first, then the next one."""
@@ -216,6 +220,7 @@ class LayerVisit:
     def close(self) -> None:
         """Stop here: unpin everything and withdraw reads that have not begun."""
         self._finish_batch()
+        self._take_failures()
         for slot in self._slot.values():
             self._slots.unpin(slot)
             if slot in self._queue.ticket_of:

@@ -1,0 +1,112 @@
+import mmap
+import resource
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from aegis.tiers import Arena, ArenaError
+
+MIB = 1 << 20
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+def resident_nbytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def test_regions_are_aligned_disjoint_and_keep_what_is_written() -> None:
+    arena = Arena(5 * MIB + 1)
+    assert arena.base % (2 * MIB) == 0
+    first, second = arena.take("first", 100), arena.take("second", 4096, align=4096)
+    assert first.ctypes.data % 64 == 0
+    assert second.ctypes.data % 4096 == 0
+    first[:], second[:] = 1, 2
+    assert (first == 1).all()
+    assert (second == 2).all()
+    assert arena.regions() == {"first": (0, 100), "second": (4096, 4096)}
+    arena.close()
+
+
+def test_a_region_that_does_not_fit_is_refused_by_name() -> None:
+    arena = Arena(MIB)
+    arena.take("first", MIB)
+    with pytest.raises(ArenaError, match="'second' needs 1 bytes"):
+        arena.take("second", 1)
+    with pytest.raises(ArenaError, match="'first' was taken before"):
+        arena.take("first", 0)
+    with pytest.raises(ArenaError, match="power of two"):
+        arena.take("third", 0, align=3)
+    with pytest.raises(ArenaError, match="at least one"):
+        Arena(0)
+
+
+@linux
+def test_memory_that_cannot_be_had_is_one_clear_sentence() -> None:
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+    resource.setrlimit(resource.RLIMIT_AS, (used + 64 * MIB, before[1]))
+    try:
+        with pytest.raises(ArenaError, match="refused 1073741824 bytes"):
+            Arena(1 << 30)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@linux
+def test_every_page_is_there_at_open_so_nothing_grows_later() -> None:
+    nbytes = 16 * MIB + 12288
+    before = resident_nbytes()
+    arena = Arena(nbytes)
+    at_open = resident_nbytes()
+    assert at_open - before >= nbytes - MIB
+    arena.take("all", nbytes)[:] = 1
+    assert resident_nbytes() - at_open < MIB
+    arena.close()
+    assert resident_nbytes() - before < MIB
+
+
+@linux
+def test_whole_ranges_are_huge_and_the_rest_is_not_rounded_up() -> None:
+    modes = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not modes.exists() or "[never]" in modes.read_text():
+        pytest.skip("this system has no huge pages")
+    arena = Arena(8 * MIB + 4096)
+    assert arena.huge_nbytes() == 8 * MIB
+    assert arena.nbytes == 8 * MIB + 4096
+    arena.close()
+
+
+@linux
+def test_a_released_tail_is_memory_given_back_and_comes_back_zeroed() -> None:
+    arena = Arena(16 * MIB + 8192)
+    view = arena.take("all", arena.nbytes)
+    view[:] = 7
+    before = resident_nbytes()
+    # The range that would cut through a huge page stays.
+    assert arena.release_tail(5 * MIB) == 4 * MIB + 8192
+    assert before - resident_nbytes() >= 4 * MIB
+    assert arena.release_tail(MIB) == 4 * MIB + 8192
+    assert (view[: 12 * MIB] == 7).all()
+    assert arena.restore_tail() == 4 * MIB + 8192
+    assert abs(before - resident_nbytes()) < MIB
+    assert not view[12 * MIB :].any()
+    assert arena.restore_tail() == 0
+    arena.close()
+
+
+def test_the_tail_in_small_pages_can_be_released_by_itself() -> None:
+    arena = Arena(2 * MIB + 4 * mmap.PAGESIZE)
+    assert arena.release_tail(2 * mmap.PAGESIZE + 1) == 2 * mmap.PAGESIZE
+    assert arena.release_tail(arena.nbytes * 2) == arena.nbytes
+    arena.restore_tail()
+    arena.close()
+
+
+def test_views_and_arena_may_be_closed_in_any_order() -> None:
+    arena = Arena(MIB)
+    view = arena.take("all", MIB)
+    assert view.dtype == np.uint8
+    arena.close()
+    arena.close()

@@ -1,0 +1,213 @@
+import ctypes
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tier_fakes import STRIDE, SlotReader, check_slots
+
+from aegis.tiers import Arena, SlotError, SlotPool
+from aegis.tiers.slots import NOWHERE, READING, RESIDENT
+
+NUM_SLOTS = 7
+KEYS = st.integers(0, 20)
+
+
+class SlotMachine(RuleBasedStateMachine):
+    """Any order of calls keeps the books right and every expert's bytes with its key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = SlotReader(NUM_SLOTS)
+        self.slots = self.memory.slots
+        self.pinned: dict[int, int] = {}
+        """Pins by key."""
+        self.hot: set[int] = set()
+        self.order: list[int] = []
+        """Transient keys, oldest first."""
+        self.guessed: set[int] = set()
+        self.wasted: list[int] = []
+        self.expected_waste: list[int] = []
+        self.slots.on_waste = self.wasted.append
+
+    def slot(self, state: int, data: st.DataObject) -> int:
+        some = [slot for slot in range(NUM_SLOTS) if self.slots.state[slot] == state]
+        return data.draw(st.sampled_from(some)) if some else NOWHERE
+
+    def gone(self, key: int) -> None:
+        if key in self.guessed:
+            self.guessed.discard(key)
+            self.expected_waste.append(key)
+        self.hot.discard(key)
+        if key in self.order:
+            self.order.remove(key)
+
+    @rule(key=KEYS, guessed=st.booleans())
+    def read(self, key: int, guessed: bool) -> None:
+        if key in self.slots.slot_of:
+            return
+        slots = self.slots
+        victim = next(
+            (
+                old
+                for old in self.order
+                if slots.state[slots.slot_of[old]] == RESIDENT and not self.pinned.get(old)
+            ),
+            NOWHERE,
+        )
+        had_free = bool(slots.free)
+        slot = slots.reclaim()
+        if slot == NOWHERE:
+            assert not had_free
+            assert victim == NOWHERE
+            return
+        if not had_free:
+            assert victim not in slots.slot_of
+            self.gone(victim)
+        slots.begin(slot, key)
+        slots.guessed[slot] = guessed
+        if guessed:
+            self.guessed.add(key)
+        self.order.append(key)
+
+    @rule(data=st.data())
+    def arrive(self, data: st.DataObject) -> None:
+        slot = self.slot(READING, data)
+        if slot == NOWHERE:
+            return
+        word = self.slots.key_of[slot].to_bytes(4, "little")
+        ctypes.memmove(self.slots.base + slot * STRIDE, word * (STRIDE // 4), STRIDE)
+        self.slots.arrive(slot)
+
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        slot = self.slot(READING, data)
+        if slot == NOWHERE:
+            return
+        key = self.slots.key_of[slot]
+        self.slots.fail(slot)
+        self.pinned.pop(key, None)
+        self.guessed.discard(key)
+        self.order.remove(key)
+
+    @rule(key=KEYS)
+    def pin(self, key: int) -> None:
+        if key in self.slots.slot_of:
+            self.slots.pin(self.slots.slot_of[key])
+            self.pinned[key] = self.pinned.get(key, 0) + 1
+
+    @rule(key=KEYS)
+    def unpin(self, key: int) -> None:
+        if key not in self.slots.slot_of:
+            return
+        slot = self.slots.slot_of[key]
+        if not self.pinned.get(key):
+            with pytest.raises(SlotError, match="not pinned"):
+                self.slots.unpin(slot)
+            return
+        self.slots.unpin(slot)
+        self.pinned[key] -= 1
+
+    @rule(data=st.data())
+    def heat_or_cool(self, data: st.DataObject) -> None:
+        slot = self.slot(RESIDENT, data)
+        if slot == NOWHERE:
+            return
+        key = self.slots.key_of[slot]
+        if key in self.hot:
+            self.slots.cool(slot)
+            self.hot.remove(key)
+            self.order.insert(0, key)
+        else:
+            self.slots.heat(slot)
+            self.hot.add(key)
+            self.order.remove(key)
+
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        slot = self.slot(RESIDENT, data)
+        if slot == NOWHERE:
+            return
+        key = self.slots.key_of[slot]
+        if self.pinned.get(key):
+            with pytest.raises(SlotError, match="cannot be evicted"):
+                self.slots.forget(slot)
+            return
+        self.slots.forget(slot)
+        self.gone(key)
+
+    @precondition(lambda self: self.slots.capacity == NUM_SLOTS)
+    @rule(count=st.integers(1, NUM_SLOTS))
+    def shrink(self, count: int) -> None:
+        slots = self.slots
+        before = dict(slots.slot_of)
+        fixed = [s for s in range(NUM_SLOTS) if slots.state[s] == READING or slots.pins[s]]
+        released = slots.shrink(count)
+        assert released == min(count, NUM_SLOTS - 1, NUM_SLOTS - 1 - max(fixed, default=-1))
+        for key in before.keys() - slots.slot_of.keys():
+            assert not self.pinned.get(key)
+            self.gone(key)
+        # A move makes the expert the newest of the transient ones.
+        self.order = [slots.key_of[slot] for slot in slots.transient]
+
+    @rule(count=st.integers(0, NUM_SLOTS))
+    def grow(self, count: int) -> None:
+        expected = min(count, NUM_SLOTS - self.slots.capacity)
+        assert self.slots.grow(count) == expected
+
+    @invariant()
+    def books_are_right(self) -> None:
+        slots = self.slots
+        check_slots(slots)
+        assert {slots.key_of[slot] for slot in slots.hot} == self.hot
+        assert [slots.key_of[slot] for slot in slots.transient] == self.order
+        assert {slots.key_of[s] for s in range(NUM_SLOTS) if slots.guessed[s]} == self.guessed
+        assert sorted(self.wasted) == sorted(self.expected_waste)
+        for key, slot in slots.slot_of.items():
+            assert slots.pins[slot] == self.pinned.get(key, 0)
+            if slots.state[slot] == RESIDENT:
+                assert self.memory.read(slot)[:4] == key.to_bytes(4, "little")
+
+    def teardown(self) -> None:
+        self.memory.arena.close()
+
+
+TestSlotMachine = SlotMachine.TestCase
+TestSlotMachine.settings = settings(stateful_step_count=40)
+
+
+def test_a_slot_is_only_used_as_its_state_allows() -> None:
+    slots = SlotPool(2, STRIDE)
+    slot = slots.reclaim()
+    for call in (slots.arrive, slots.fail, slots.pin, slots.unpin, slots.forget):
+        with pytest.raises(SlotError):
+            call(slot)
+    slots.begin(slot, 5)
+    with pytest.raises(SlotError):
+        slots.begin(slot, 6)
+
+
+def test_slots_that_direct_reads_cannot_fill_are_refused() -> None:
+    with pytest.raises(SlotError, match="multiples of 4096"):
+        SlotPool(2, 1000)
+    with pytest.raises(SlotError, match="at least one"):
+        SlotPool(0, STRIDE)
+
+
+def test_slots_given_back_at_the_end_of_the_arena_are_memory_given_back() -> None:
+    memory = SlotReader(600, extra_nbytes=3 << 20)
+    assert memory.slots.shrink(300) == 300
+    given = memory.arena.released_nbytes
+    assert 300 * STRIDE - (2 << 20) < given <= 300 * STRIDE
+    assert memory.slots.grow(1000) == 300
+    assert memory.arena.released_nbytes == 0
+    memory.arena.close()
+
+
+def test_with_a_region_behind_the_slots_nothing_is_given_back() -> None:
+    arena = Arena(1200 * STRIDE)
+    slots = SlotPool.in_arena(arena, 600, STRIDE)
+    arena.take("behind", 600 * STRIDE)[:] = 1
+    assert slots.shrink(500) == 500
+    assert arena.released_nbytes == 0
+    arena.close()
