@@ -114,10 +114,16 @@ def unpack_codes(words: U32, bits: int) -> U8:
 
 
 def _split_bytes(data: U8, bits: int) -> U8:
-    """Codes of 2 or 4 bits, which never cross a byte."""
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)
-    codes = (data[..., None] >> shifts) & np.uint8((1 << bits) - 1)
-    return codes.reshape(*data.shape[:-1], -1)
+    """Codes of 2 or 4 bits, which never cross a byte: widen each byte to one byte per code."""
+    wide = data.astype(np.uint16)
+    wide = (wide | wide << np.uint16(4)) & np.uint16(0x0F0F)
+    codes = wide.view(np.uint8)
+    return codes if bits == 4 else _split_nibbles(codes)
+
+
+def _split_nibbles(nibbles: U8) -> U8:
+    wide = nibbles.astype(np.uint16)
+    return ((wide | wide << np.uint16(6)) & np.uint16(0x0303)).view(np.uint8)
 
 
 def _split_stream(data: U8, bits: int) -> U8:
@@ -143,7 +149,9 @@ def pack_codes(codes: U8, bits: int) -> U32:
         for index in range(8 // bits):
             data |= parts[..., index] << np.uint8(bits * index)
         return data.view(np.uint32)
-    eights = codes.reshape(*lead, -1, 8)
+    eights = np.ascontiguousarray(codes).reshape(*lead, -1, 8)
+    if bits == 3:
+        return _join_3bit(eights).reshape(*lead, -1).view(np.uint32)
     stream = np.zeros(eights.shape[:-1], dtype=np.uint64)
     for index in range(8):
         stream |= eights[..., index].astype(np.uint64) << np.uint64(bits * index)
@@ -151,6 +159,15 @@ def pack_codes(codes: U8, bits: int) -> U32:
     for byte in range(bits):
         data[..., byte] = (stream >> np.uint64(8 * byte)) & np.uint64(0xFF)
     return data.reshape(*lead, -1).view(np.uint32)
+
+
+def _join_3bit(eights: U8) -> U8:
+    """Eight codes, one per byte of a uint64, to three bytes: neighbours move together thrice."""
+    x = eights.view(np.uint64)[..., 0]
+    x = (x | x >> np.uint64(5)) & np.uint64(0x003F_003F_003F_003F)
+    x = (x | x >> np.uint64(10)) & np.uint64(0x0000_0FFF_0000_0FFF)
+    x |= x >> np.uint64(20)
+    return np.ascontiguousarray(x.astype(np.uint32)[..., None].view(np.uint8)[..., :3])
 
 
 def repack_codes(words: U32, bits: int, new_bits: int) -> U32:
@@ -373,7 +390,7 @@ def _requantize_rows(words: U32, scales: Raw, biases: Raw, fmt: Format) -> tuple
     scale, bias, table = _edges_3bit(codes, to_f32(scales, fmt), to_f32(biases, fmt), fmt)
     # One flat lookup: entry (group * 16 + old code) of all groups' tables.
     offsets = np.arange(0, table.size, 16, dtype=np.intp).reshape(*scales.shape, 1)
-    new_codes = table.reshape(-1)[offsets + codes].reshape(words.shape[0], -1)
+    new_codes = np.take(table.reshape(-1), offsets + codes).reshape(words.shape[0], -1)
     return pack_codes(new_codes, 3), from_f32(scale, fmt), from_f32(bias, fmt)
 
 
