@@ -22,14 +22,23 @@ class LedgerRow:
 
 
 def make_ledger(
-    planned: Sequence[Item], measured: Mapping[str, int], *, cap_nbytes: int, peak_nbytes: int
+    planned: Sequence[Item],
+    measured: Mapping[str, int],
+    *,
+    cap_nbytes: int,
+    peak_nbytes: int,
+    together: Mapping[str, Sequence[str]] | None = None,
 ) -> list[LedgerRow]:
     """A row per planned item, then ``total``: the cap against the peak of the process.
 
-    A measured item that was never planned is a row planned at 0: nothing is hidden.
+    A measured item that was never planned is a row planned at 0: nothing is hidden. ``together``
+    names measured items that cover several planned ones, which become one row.
     """
-    names = [name for name, _ in planned]
-    unplanned = [name for name in measured if name not in names]
-    rows = [LedgerRow(name, nbytes, measured.get(name)) for name, nbytes in planned]
-    rows += [LedgerRow(name, 0, measured[name]) for name in unplanned]
+    row_of = {part: name for name, parts in (together or {}).items() for part in parts}
+    sums: dict[str, int] = {}
+    for name, nbytes in planned:
+        row = row_of.get(name, name)
+        sums[row] = sums.get(row, 0) + nbytes
+    sums |= {name: 0 for name in measured if name not in sums}
+    rows = [LedgerRow(name, nbytes, measured.get(name)) for name, nbytes in sums.items()]
     return [*rows, LedgerRow("total", cap_nbytes, peak_nbytes)]

@@ -33,6 +33,17 @@ def test_the_ledger_has_every_planned_item_and_hides_nothing_measured() -> None:
     ]
 
 
+def test_items_measured_together_are_one_row_at_the_place_of_the_first() -> None:
+    rows = make_ledger(
+        [("staging", 2), ("kv_cache", 5), ("hot_tier", 8)],
+        {"slots": 10, "kv_cache": 5},
+        cap_nbytes=60,
+        peak_nbytes=55,
+        together={"slots": ("staging", "hot_tier")},
+    )
+    assert rows[:2] == [LedgerRow("slots", 10, 10), LedgerRow("kv_cache", 5, 5)]
+
+
 def test_the_ledger_reads_as_aligned_text() -> None:
     lines = explain_ledger([LedgerRow("kv_cache", 5 * MIB, None), LedgerRow("total", 9 * MIB, MIB)])
     assert lines == [
