@@ -8,23 +8,27 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aegis.checkpoint.config import ModelConfig
 from aegis.checkpoint.layout import (
     PARTS,
     ExpertGeometry,
+    ResidentTensor,
     StoreLayout,
     place_experts,
     place_experts_3bit,
     place_resident,
 )
 from aegis.errors import StoreError
-from aegis.kernels.base import Format
+from aegis.kernels.base import Format, Segment
 from aegis.kernels.sizes import FormatError
 
 FORMAT_VERSION = 1
+
+_PREFIX = b'{"crc32":"%08x",'
+_PREFIX_NBYTES = len(_PREFIX % 0)
 
 Checksums = tuple[tuple[int, ...], ...]
 """One per expert record: [moe layer index][expert]."""
@@ -50,44 +54,59 @@ class Manifest:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The bytes of store.json."""
+    """The bytes of store.json: an object whose first key is the checksum of all that follows."""
+    rest = json.dumps(_body(manifest), separators=(",", ":")).encode()[1:]
+    return _PREFIX % zlib.crc32(rest) + rest
+
+
+def _body(manifest: Manifest) -> dict[str, Any]:
+    """Everything but the checksum, in lists and dicts as JSON reads them back."""
     layout = manifest.layout
-    body: dict[str, Any] = {
+    three = None
+    if manifest.experts_3bit_crc32 is not None and layout.experts_3bit is not None:
+        three = _experts(layout.experts_3bit, manifest.experts_3bit_crc32)
+    return {
         "format": "aegis store",
         "format_version": FORMAT_VERSION,
         "layout": layout.layout,
         "model_type": layout.model_type,
         "source": dict(manifest.source),
-        "files": dict(manifest.files),
+        "files": {name: list(entry) for name, entry in manifest.files.items()},
         "moe_layers": list(layout.moe_layers),
         "num_experts": layout.num_experts,
         "resident_nbytes": layout.resident_file_nbytes,
         "resident": [
-            {**asdict(tensor), "crc32": manifest.resident_crc32[name]}
+            {**_tensor(tensor), "name": name, "crc32": manifest.resident_crc32[name]}
             for name, tensor in layout.resident.items()
         ],
-        "experts": _encode_experts(layout.experts, manifest.experts_crc32),
-        "experts_3bit": None,
+        "experts": _experts(layout.experts, manifest.experts_crc32),
+        "experts_3bit": three,
         "config": layout.config.raw,
     }
-    if manifest.experts_3bit_crc32 is not None and layout.experts_3bit is not None:
-        body["experts_3bit"] = _encode_experts(layout.experts_3bit, manifest.experts_3bit_crc32)
-    body["crc32"] = _body_crc32(body)
-    return json.dumps(body, separators=(",", ":")).encode()
 
 
-def _encode_experts(geometry: ExpertGeometry, checksums: Checksums) -> dict[str, Any]:
+def _tensor(tensor: ResidentTensor | Segment) -> dict[str, Any]:
+    fmt = tensor.format
+    return {
+        "offset": tensor.offset,
+        "nbytes": tensor.nbytes,
+        "shape": list(tensor.shape),
+        "format": {
+            "kind": fmt.kind,
+            "dtype": fmt.dtype,
+            "bits": fmt.bits,
+            "group_size": fmt.group_size,
+        },
+    }
+
+
+def _experts(geometry: ExpertGeometry, checksums: Checksums) -> dict[str, Any]:
     return {
         "stride": geometry.stride,
         "record_nbytes": geometry.record_nbytes,
-        "segments": {name: asdict(segment) for name, segment in geometry.segments.items()},
-        "crc32": checksums,
+        "segments": {name: _tensor(segment) for name, segment in geometry.segments.items()},
+        "crc32": [list(layer) for layer in checksums],
     }
-
-
-def _body_crc32(body: Mapping[str, Any]) -> int:
-    rest = {key: value for key, value in body.items() if key != "crc32"}
-    return zlib.crc32(json.dumps(rest, separators=(",", ":"), sort_keys=True).encode())
 
 
 def decode(data: bytes, where: str) -> Manifest:
@@ -105,8 +124,9 @@ def decode(data: bytes, where: str) -> Manifest:
                 f"{where} has format version {body.get('format_version')}; this aegis reads"
                 f" version {FORMAT_VERSION}: convert the model again"
             )
-        if body.get("crc32") != _body_crc32(body):
+        if not data.startswith(_PREFIX % zlib.crc32(data[_PREFIX_NBYTES:])):
             raise StoreError(f"{where} is damaged (checksum mismatch); convert the model again")
+        del body["crc32"]
         return _decode_body(body, where)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise StoreError(f"{where} is damaged ({error}); convert the model again") from error
@@ -138,7 +158,7 @@ def _decode_body(body: Mapping[str, Any], where: str) -> Manifest:
         files={name: (size, crc) for name, (size, crc) in body["files"].items()},
         source=body["source"],
     )
-    if encode(manifest) != json.dumps(body, separators=(",", ":")).encode():
+    if _body(manifest) != body:
         raise FormatError("its places do not follow from its shapes")
     return manifest
 

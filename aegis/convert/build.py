@@ -23,7 +23,7 @@ from aegis.errors import StoreError
 @contextlib.contextmanager
 def locked(destination: Path) -> Iterator[None]:
     """Hold the lock that guards a destination, waiting for another holder."""
-    path = destination.parent / f".{destination.name}.lock"
+    path = _lock_path(destination)
     fd = _acquire(path)
     try:
         yield
@@ -32,13 +32,17 @@ def locked(destination: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def _acquire(path: Path) -> int:
+def _lock_path(destination: Path) -> Path:
+    return destination.parent / f".{destination.name}.lock"
+
+
+def _acquire(path: Path, mode: int = fcntl.LOCK_EX) -> int:
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            fcntl.flock(fd, mode)
             # The previous holder removed the file: the lock must be on the one that is there now.
-            if path.exists() and os.fstat(fd).st_ino == path.stat().st_ino:
+            if os.fstat(fd).st_ino == path.stat().st_ino:
                 return fd
         except FileNotFoundError:
             pass
@@ -49,9 +53,19 @@ def _acquire(path: Path) -> int:
 
 
 def remove_leftovers(destination: Path) -> None:
-    """Delete what killed builds left; only while holding the lock."""
-    for path in destination.parent.glob(f".{destination.name}.partial-*"):
+    """Delete what killed builds left in this folder; only while holding the destination's lock."""
+    for path in destination.parent.glob(".*.partial-*"):
+        owner = path.with_name(path.name[1:].rpartition(".partial-")[0])
+        if owner.name == destination.name:
+            shutil.rmtree(path, ignore_errors=True)
+            continue
+        try:
+            fd = _acquire(_lock_path(owner), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue  # a build that is alive
         shutil.rmtree(path, ignore_errors=True)
+        _lock_path(owner).unlink(missing_ok=True)
+        os.close(fd)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,101 @@
+"""Folders that appear whole or not at all."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from aegis.convert.build import (
+    check_space,
+    disk_errors,
+    locked,
+    partial_folder,
+    prepare_parent,
+    remove_leftovers,
+)
+from aegis.errors import StoreError
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_folder_appears_when_it_is_complete(tmp_path: Path) -> None:
+    with partial_folder(tmp_path / "d") as folder:
+        (folder / "file").write_text("x")
+        assert not (tmp_path / "d").exists()
+    assert names(tmp_path) == ["d"]
+    assert names(tmp_path / "d") == ["file"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
+def test_a_failed_folder_vanishes(tmp_path: Path, error: type[BaseException]) -> None:
+    def fail() -> None:
+        with partial_folder(tmp_path / "d") as folder:
+            (folder / "file").write_text("x")
+            raise error
+
+    with pytest.raises(error):
+        fail()
+    assert names(tmp_path) == []
+
+
+def test_what_was_there_first_stays_unless_it_is_to_be_replaced(tmp_path: Path) -> None:
+    for replace, expected in ((False, "old"), (True, "new")):
+        with partial_folder(tmp_path / "d", replace) as folder:
+            (folder / "file").write_text("new")
+            (tmp_path / "d").mkdir(exist_ok=True)
+            (tmp_path / "d" / "file").write_text("old")
+        assert (tmp_path / "d" / "file").read_text() == expected
+    assert names(tmp_path) == ["d"]
+
+
+def test_the_lock_is_held_by_one_at_a_time_and_leaves_no_file(tmp_path: Path) -> None:
+    inside, most = 0, 0
+
+    def work() -> None:
+        nonlocal inside, most
+        for _ in range(20):
+            with locked(tmp_path / "d"):
+                inside += 1
+                most = max(most, inside)
+                inside -= 1
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == 1
+    assert names(tmp_path) == []
+
+
+def test_leftovers_of_the_dead_are_removed_and_of_the_living_kept(tmp_path: Path) -> None:
+    for name in (".d.partial-1-aa", ".dead.partial-2-bb", ".alive.partial-3-cc"):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".dead.lock").touch()
+    with locked(tmp_path / "alive"), locked(tmp_path / "d"):
+        remove_leftovers(tmp_path / "d")
+        assert names(tmp_path) == [".alive.lock", ".alive.partial-3-cc", ".d.lock"]
+
+
+def test_a_build_larger_than_the_disk_is_refused(tmp_path: Path) -> None:
+    check_space(tmp_path, 1)
+    with pytest.raises(StoreError, match=r"MiB free, but the store takes 1099511627776 MiB"):
+        check_space(tmp_path, 1 << 60)
+
+
+def test_a_parent_that_cannot_be_made_is_refused_with_a_hint(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match=r"cannot be written .*; go elsewhere"):
+        prepare_parent(tmp_path / "file" / "d", "go elsewhere")
+
+
+def test_other_failures_of_writing_become_a_sentence(tmp_path: Path) -> None:
+    with (
+        pytest.raises(StoreError, match=r"writing to .* failed: Input/output error"),
+        disk_errors(tmp_path),
+    ):
+        raise OSError(5, "Input/output error")
