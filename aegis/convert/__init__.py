@@ -1,0 +1,1 @@
+"""From checkpoints to stores: names, conversion, the cache, verification."""
