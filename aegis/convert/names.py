@@ -7,59 +7,18 @@ checkpoint, checks shapes and types, and refuses anything that is neither used n
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from aegis.checkpoint.config import QuantSpec
 from aegis.checkpoint.layout import PARTS
 from aegis.checkpoint.safetensors import TensorInfo
 from aegis.checkpoint.source import Checkpoint
+from aegis.checkpoint.tensor_map import ExpertNames, TensorMap
 from aegis.errors import CheckpointError
 from aegis.kernels.base import Format
 from aegis.kernels.sizes import FormatError, check_format
 
 _DTYPES = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
-
-
-@dataclass(frozen=True)
-class ResidentName:
-    """A tensor that stays in memory.
-
-    ``source`` is its name in the checkpoint without prefix, where that differs from the store's.
-    A name that ends in ``.bias`` is a tensor itself, any other a module with a ``.weight``.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    source: str = ""
-    optional: bool = False
-
-
-@dataclass(frozen=True)
-class ExpertNames:
-    """The routed experts: stacked in one tensor per matrix, or one module per expert.
-
-    The templates have the fields ``{layer}``, ``{part}`` and (separate) ``{expert}``.
-    """
-
-    layers: tuple[int, ...]
-    num_experts: int
-    shapes: Mapping[str, tuple[int, int]]
-    """(out, in) of gate_proj, up_proj and down_proj."""
-    stacked: str
-    separate: str
-
-
-@dataclass(frozen=True)
-class TensorMap:
-    """All tensors of a model family."""
-
-    resident: tuple[ResidentName, ...]
-    experts: ExpertNames
-    prefixes: tuple[str, ...] = ("language_model.", "model.")
-    """Stripped from checkpoint names, each once, in this order."""
-    ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
-    """Patterns of names, without prefix, that a checkpoint may hold and nobody needs."""
 
 
 @dataclass(frozen=True)

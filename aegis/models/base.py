@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from aegis.checkpoint.config import ModelConfig
-    from aegis.convert.names import TensorMap
+    from aegis.checkpoint.tensor_map import TensorMap
     from aegis.kernels.base import (
         AttentionBlock,
         Backend,

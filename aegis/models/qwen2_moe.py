@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from aegis.checkpoint.tensor_map import ExpertNames, ResidentName, TensorMap
 from aegis.kernels.base import AttentionSpec, ExpertsSpec, HeadSpec, RouterSpec
 from aegis.models.base import Decoder, DecoderLayer, ModelShape, Parts
 from aegis.models.layers import (
@@ -17,7 +18,6 @@ from aegis.models.layers import (
 
 if TYPE_CHECKING:
     from aegis.checkpoint.config import ModelConfig
-    from aegis.convert.names import ResidentName, TensorMap
 
 
 def shape(config: ModelConfig) -> ModelShape:
@@ -44,8 +44,6 @@ def shape(config: ModelConfig) -> ModelShape:
 
 def tensor_map(config: ModelConfig) -> TensorMap:
     """Names and shapes of every tensor of the checkpoint."""
-    from aegis.convert.names import ExpertNames, ResidentName, TensorMap
-
     sizes = shape(config)
     hidden, width = sizes.hidden_size, sizes.moe_intermediate_size
     resident = [ResidentName("embed_tokens", (sizes.vocab_size, hidden))]
@@ -71,8 +69,6 @@ def tensor_map(config: ModelConfig) -> TensorMap:
 
 def _layer_names(prefix: str, sizes: ModelShape, qkv_bias: bool) -> list[ResidentName]:
     """Resident tensors of one layer, in the order they are used."""
-    from aegis.convert.names import ResidentName
-
     hidden, shared = sizes.hidden_size, sizes.shared_expert_intermediate_size
     heads = {
         "q": sizes.num_attention_heads * sizes.head_dim,

@@ -1,0 +1,47 @@
+"""How a model family describes the tensors it needs from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ResidentName:
+    """A tensor that stays in memory.
+
+    ``source`` is its name in the checkpoint without prefix, where that differs from the store's.
+    A name that ends in ``.bias`` is a tensor itself, any other a module with a ``.weight``.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    source: str = ""
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """The routed experts: stacked in one tensor per matrix, or one module per expert.
+
+    The templates have the fields ``{layer}``, ``{part}`` and (separate) ``{expert}``.
+    """
+
+    layers: tuple[int, ...]
+    num_experts: int
+    shapes: Mapping[str, tuple[int, int]]
+    """(out, in) of gate_proj, up_proj and down_proj."""
+    stacked: str
+    separate: str
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """All tensors of a model family."""
+
+    resident: tuple[ResidentName, ...]
+    experts: ExpertNames
+    prefixes: tuple[str, ...] = ("language_model.", "model.")
+    """Stripped from checkpoint names, each once, in this order."""
+    ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
+    """Patterns of names, without prefix, that a checkpoint may hold and nobody needs."""
