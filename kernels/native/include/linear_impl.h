@@ -41,37 +41,51 @@ AEGIS_INLINE f32x16 fold(f32x16 g, f32x16 scale, f32x16 bias, float sum, f32x16 
   return fma(bias, set1(sum), fma(scale, g, total));
 }
 
-// Few tokens: codes go straight from the words into the chains.
+// NT tokens times one row block, groups [g, g + N): codes go straight from the words into chains.
+template <class W, int NT, int N>
+AEGIS_INLINE void direct_groups(const W& policy, const TileArgs& args, const uint8_t* block,
+                                int64_t g, f32x16 (&total)[NT]) {
+  const int64_t step = args.w->block_nbytes();
+  const int64_t param = W::affine ? kLanes * args.w->number_nbytes() : 0;
+  const float* x[NT];
+  f32x16 a[NT][N], b[NT][N];
+  for (int t = 0; t < NT; ++t) {
+    x[t] = args.x[t] + g * kGroup;
+    for (int n = 0; n < N; ++n) a[t][n] = b[t][n] = zero();
+  }
+  for (int64_t line = 0; line < N * step; line += 64) prefetch(block + kPrefetchAhead + line);
+  policy.template codes<N>(
+      block + 2 * param, step, [&](int k, Codes<N> ca, Codes<N> cb) AEGIS_LAMBDA {
+        for (int t = 0; t < NT; ++t)
+          for (int n = 0; n < N; ++n) {
+            const float* xn = x[t] + n * kGroup + k;
+            a[t][n] = fma(ca.v[n], set1(xn[0]), a[t][n]);
+            b[t][n] = fma(cb.v[n], set1(xn[32]), b[t][n]);
+          }
+      });
+  for (int n = 0; n < N; ++n) {
+    const uint8_t* params = block + n * step;
+    const f32x16 scale = W::affine ? load_number(params, args.w->dtype) : zero();
+    const f32x16 bias = W::affine ? load_number(params + param, args.w->dtype) : zero();
+    for (int t = 0; t < NT; ++t)
+      total[t] = fold<W>(add(a[t][n], b[t][n]), scale, bias, args.sums[t][g + n], total[t]);
+  }
+}
+
 template <class W, int NT>
 static void direct(const TileArgs& args) {
+  constexpr int N = NT == 1 ? W::groups_at_once : 1;
   const W policy;
-  const LinearDesc& w = *args.w;
-  const int64_t groups = w.groups(), step = w.block_nbytes();
-  const int64_t param = W::affine ? kLanes * w.number_nbytes() : 0;
-  const DType dtype = w.dtype;
-  const uint8_t* block = w.data + args.block_begin * w.row_block_nbytes();
+  const int64_t groups = args.w->groups(), step = args.w->block_nbytes();
+  const uint8_t* block = args.w->data + args.block_begin * args.w->row_block_nbytes();
   for (int64_t rb = args.block_begin; rb < args.block_end; ++rb) {
     f32x16 total[NT];
-    const float* x[NT];
-    for (int t = 0; t < NT; ++t) total[t] = zero(), x[t] = args.x[t];
-    for (int64_t g = 0; g < groups; ++g) {
-      f32x16 a[NT], b[NT];
-      for (int t = 0; t < NT; ++t) a[t] = b[t] = zero();
-      for (int64_t line = 0; line < step; line += 64) prefetch(block + kPrefetchAhead + line);
-      policy.codes(block + 2 * param, [&](int k, f32x16 ca, f32x16 cb) AEGIS_LAMBDA {
-        for (int t = 0; t < NT; ++t) {
-          a[t] = fma(ca, set1(x[t][k]), a[t]);
-          b[t] = fma(cb, set1(x[t][k + 32]), b[t]);
-        }
-      });
-      const f32x16 scale = W::affine ? load_number(block, dtype) : zero();
-      const f32x16 bias = W::affine ? load_number(block + param, dtype) : zero();
-      for (int t = 0; t < NT; ++t) {
-        total[t] = fold<W>(add(a[t], b[t]), scale, bias, args.sums[t][g], total[t]);
-        x[t] += kGroup;
-      }
-      block += step;
-    }
+    for (int t = 0; t < NT; ++t) total[t] = zero();
+    int64_t g = 0;
+    for (; g + N <= groups; g += N, block += N * step)
+      direct_groups<W, NT, N>(policy, args, block, g, total);
+    for (; g < groups; ++g, block += step)
+      direct_groups<W, NT, 1>(policy, args, block, g, total);
     for (int t = 0; t < NT; ++t) emit(args, t, rb, total[t]);
   }
 }
@@ -131,10 +145,11 @@ static void tiled_blocks(const TileArgs& args, int64_t rb, Panel& panel) {
       const uint8_t* block = w.data + (rb + n) * w.row_block_nbytes() + g * step;
       float* codes = panel.codes[n];
       for (int64_t line = 0; line < step; line += 64) prefetch(block + step + line);
-      policy.codes(block + 2 * param, [&](int k, f32x16 ca, f32x16 cb) AEGIS_LAMBDA {
-        store(codes + k * kLanes, ca);
-        store(codes + (k + 32) * kLanes, cb);
-      });
+      policy.template codes<1>(
+          block + 2 * param, 0, [&](int k, Codes<1> ca, Codes<1> cb) AEGIS_LAMBDA {
+            store(codes + k * kLanes, ca.v[0]);
+            store(codes + (k + 32) * kLanes, cb.v[0]);
+          });
       panel.scale[n] = W::affine ? load_number(block, w.dtype) : zero();
       panel.bias[n] = W::affine ? load_number(block + param, w.dtype) : zero();
     }

@@ -1,8 +1,9 @@
-// Turning the codes of one il16 block into floats, exactly; how is up to each instruction set.
+// Turning the codes of il16 blocks into floats, exactly; how is up to each instruction set.
 //
-// A policy W has `template <class F> codes(block, f)`, which calls f(k, a, b) for k = 0..31 with
-// the codes of inputs k and 32 + k, 16 rows each. Inputs k and 32 + k belong to the two chains of
-// the canonical sum, so a kernel that uses them as they come has two independent chains.
+// A policy has `template <int N, class F> codes(words, stride, f)`. It calls f(k, a, b) for
+// k = 0..31 with the codes of inputs k and 32 + k of N blocks that lie `stride` bytes apart, 16 rows
+// each. Inputs k and 32 + k of each block belong to 2 N independent chains of the canonical sum: one
+// chain waits for its last multiply-add, four keep the units busy.
 #pragma once
 
 #include "linear.h"
@@ -12,33 +13,75 @@
 
 namespace aegis::AEGIS_ISA {
 
-// Codes by lookup where one permute does it, else by conversion; both are exact.
+template <int N>
+struct Codes {
+  f32x16 v[N];
+};
+template <int N>
+struct Words {
+  i32x16 v[N];
+};
+
+template <int N>
+AEGIS_INLINE Words<N> load_words(const uint8_t* p, int64_t stride) {
+  Words<N> w;
+  for (int n = 0; n < N; ++n) w.v[n] = iload(p + n * stride);
+  return w;
+}
+
+// Codes of BITS bits from bit SHIFT on: by one lookup where a permute does it (no mask, no
+// conversion), else by conversion. Both are exact.
+template <int BITS>
 struct CodeTable {
 #if defined(AEGIS_ISA_AVX512)
   f32x16 values;
-  AEGIS_INLINE CodeTable make(int mask) {
+  AEGIS_INLINE CodeTable make() {
     float t[16];
-    for (int i = 0; i < 16; ++i) t[i] = (float)(i & mask);
-    return {load(t)};
+    for (int i = 0; i < 16; ++i) t[i] = (float)(i & ((1 << BITS) - 1));
+    f32x16 v = load(t);
+    __asm__("" : "+v"(v.v));  // else g++ reads the table from memory for every lookup
+    return {v};
   }
-  template <int SHIFT>
-  __attribute__((always_inline)) f32x16 get(i32x16 word, int) const {
-    return lookup16(values, ishr<SHIFT>(word));
-  }
-  __attribute__((always_inline)) f32x16 get0(i32x16 word, int) const {
-    return lookup16(values, word);
+#elif defined(AEGIS_ISA_AVX2)
+  __m256 values;
+  AEGIS_INLINE CodeTable make() {
+    __m256 v = _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7);
+    __asm__("" : "+x"(v));
+    return {v};
   }
 #else
-  AEGIS_INLINE CodeTable make(int) { return {}; }
-  template <int SHIFT>
-  __attribute__((always_inline)) f32x16 get(i32x16 word, int mask) const {
-    return to_float(iand(ishr<SHIFT>(word), iset1(mask)));
-  }
-  __attribute__((always_inline)) f32x16 get0(i32x16 word, int mask) const {
-    return to_float(iand(word, iset1(mask)));
-  }
+  AEGIS_INLINE CodeTable make() { return {}; }
 #endif
+
+  template <int SHIFT>
+  __attribute__((always_inline)) f32x16 one(i32x16 word) const {
+    const i32x16 low = SHIFT ? ishr<SHIFT>(word) : word;
+#if defined(AEGIS_ISA_AVX512)
+    if (BITS <= 4) return lookup16(values, low);
+#elif defined(AEGIS_ISA_AVX2)
+    if (BITS == 3)
+      return {_mm256_permutevar8x32_ps(values, low.lo), _mm256_permutevar8x32_ps(values, low.hi)};
+#endif
+    return to_float(SHIFT + BITS == 32 ? low : iand(low, iset1((1 << BITS) - 1)));
+  }
+
+  template <int SHIFT, int N>
+  __attribute__((always_inline)) Codes<N> get(Words<N> w) const {
+    Codes<N> c;
+    for (int n = 0; n < N; ++n) c.v[n] = one<SHIFT>(w.v[n]);
+    return c;
+  }
 };
+
+// The bits of MASK from a, the others from b.
+template <int MASK>
+AEGIS_INLINE i32x16 pick(i32x16 a, i32x16 b) {
+#if defined(AEGIS_ISA_AVX512)
+  return {_mm512_ternarylogic_epi32(a.v, b.v, _mm512_set1_epi32(MASK), 0xE4)};
+#else
+  return ior(iand(a, iset1(MASK)), iand(b, iset1(~MASK)));
+#endif
+}
 
 AEGIS_INLINE f32x16 load_number(const uint8_t* p, DType dtype) {
   switch (dtype) {
@@ -51,60 +94,79 @@ AEGIS_INLINE f32x16 load_number(const uint8_t* p, DType dtype) {
   }
 }
 
+#if defined(AEGIS_ISA_AVX512)
+constexpr int kGroupsAtOnce = 2;
+#else
+constexpr int kGroupsAtOnce = 1;  // a row block is two or four registers: chains enough
+#endif
+
 struct Affine4 {
   static constexpr bool affine = true;
-  CodeTable table = CodeTable::make(15);
+  static constexpr int groups_at_once = kGroupsAtOnce;
+  CodeTable<4> table = CodeTable<4>::make();
 
-  template <class F>
-  __attribute__((always_inline)) void codes(const uint8_t* words, F f) const {
+  template <int SHIFT, int N, class F>
+  __attribute__((always_inline)) void step(int k, Words<N> a, Words<N> b, F f) const {
+    f(k + SHIFT / 4, table.get<SHIFT>(a), table.get<SHIFT>(b));
+  }
+
+  template <int N, class F>
+  __attribute__((always_inline)) void codes(const uint8_t* words, int64_t stride, F f) const {
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
-      const i32x16 a = iload(words + 64 * j);
-      const i32x16 b = iload(words + 64 * (j + 4));
-      const int k = 8 * j;
-      f(k, table.get0(a, 15), table.get0(b, 15));
-      f(k + 1, table.get<4>(a, 15), table.get<4>(b, 15));
-      f(k + 2, table.get<8>(a, 15), table.get<8>(b, 15));
-      f(k + 3, table.get<12>(a, 15), table.get<12>(b, 15));
-      f(k + 4, table.get<16>(a, 15), table.get<16>(b, 15));
-      f(k + 5, table.get<20>(a, 15), table.get<20>(b, 15));
-      f(k + 6, table.get<24>(a, 15), table.get<24>(b, 15));
-      f(k + 7, table.get<28>(a, 15), table.get<28>(b, 15));
+      const Words<N> a = load_words<N>(words + 64 * j, stride);
+      const Words<N> b = load_words<N>(words + 64 * (j + 4), stride);
+      step<0>(8 * j, a, b, f);
+      step<4>(8 * j, a, b, f);
+      step<8>(8 * j, a, b, f);
+      step<12>(8 * j, a, b, f);
+      step<16>(8 * j, a, b, f);
+      step<20>(8 * j, a, b, f);
+      step<24>(8 * j, a, b, f);
+      step<28>(8 * j, a, b, f);
     }
   }
 };
 
+// Three words hold 30 codes, five to a 16-bit half, and in their bits 15 and 31 the last two.
 struct Affine3 {
   static constexpr bool affine = true;
-  CodeTable table = CodeTable::make(7);
+  static constexpr int groups_at_once = kGroupsAtOnce;
+  CodeTable<3> table = CodeTable<3>::make();
 
-  // Bit 0 from bit FIRST of x, bit 1 from SECOND of y, bit 2 from THIRD of z.
-  template <int FIRST, int SECOND, int THIRD>
-  __attribute__((always_inline)) f32x16 spare(i32x16 x, i32x16 y, i32x16 z) const {
-    const i32x16 low = iand(ishr<FIRST>(x), iset1(1));
-    const i32x16 middle = iand(ishr<SECOND - 1>(y), iset1(2));
-    const i32x16 high = iand(ishr<THIRD - 2>(z), iset1(4));
-    return table.get0(ior(ior(low, middle), high), 7);
+  template <int SHIFT, int N, class F>
+  __attribute__((always_inline)) void step(int k, Words<N> a, Words<N> b, F f) const {
+    f(k + (SHIFT < 16 ? SHIFT / 3 : 5 + (SHIFT - 16) / 3), table.get<SHIFT>(a), table.get<SHIFT>(b));
   }
 
-  template <class F>
-  __attribute__((always_inline)) void codes(const uint8_t* words, F f) const {
-    i32x16 a[3], b[3];
+  // Bit 0 from bit FIRST of x, bit 1 from SECOND of y, bit 2 from THIRD of z.
+  template <int FIRST, int SECOND, int THIRD, int N>
+  __attribute__((always_inline)) Codes<N> spare(Words<N> x, Words<N> y, Words<N> z) const {
+    Words<N> w;
+    for (int n = 0; n < N; ++n) {
+      const i32x16 low = pick<1>(ishr<FIRST>(x.v[n]), ishr<SECOND - 1>(y.v[n]));
+      w.v[n] = pick<4>(ishr<THIRD - 2>(z.v[n]), low);
+    }
+    return table.get<0>(w);
+  }
+
+  template <int N, class F>
+  __attribute__((always_inline)) void codes(const uint8_t* words, int64_t stride, F f) const {
+    Words<N> a[3], b[3];
 #pragma GCC unroll 3
     for (int j = 0; j < 3; ++j) {
-      a[j] = iload(words + 64 * j);
-      b[j] = iload(words + 64 * (j + 3));
-      const int k = 10 * j;
-      f(k, table.get0(a[j], 7), table.get0(b[j], 7));
-      f(k + 1, table.get<3>(a[j], 7), table.get<3>(b[j], 7));
-      f(k + 2, table.get<6>(a[j], 7), table.get<6>(b[j], 7));
-      f(k + 3, table.get<9>(a[j], 7), table.get<9>(b[j], 7));
-      f(k + 4, table.get<12>(a[j], 7), table.get<12>(b[j], 7));
-      f(k + 5, table.get<16>(a[j], 7), table.get<16>(b[j], 7));
-      f(k + 6, table.get<19>(a[j], 7), table.get<19>(b[j], 7));
-      f(k + 7, table.get<22>(a[j], 7), table.get<22>(b[j], 7));
-      f(k + 8, table.get<25>(a[j], 7), table.get<25>(b[j], 7));
-      f(k + 9, table.get<28>(a[j], 7), table.get<28>(b[j], 7));
+      a[j] = load_words<N>(words + 64 * j, stride);
+      b[j] = load_words<N>(words + 64 * (j + 3), stride);
+      step<0>(10 * j, a[j], b[j], f);
+      step<3>(10 * j, a[j], b[j], f);
+      step<6>(10 * j, a[j], b[j], f);
+      step<9>(10 * j, a[j], b[j], f);
+      step<12>(10 * j, a[j], b[j], f);
+      step<16>(10 * j, a[j], b[j], f);
+      step<19>(10 * j, a[j], b[j], f);
+      step<22>(10 * j, a[j], b[j], f);
+      step<25>(10 * j, a[j], b[j], f);
+      step<28>(10 * j, a[j], b[j], f);
     }
     f(30, spare<15, 31, 15>(a[0], a[0], a[1]), spare<15, 31, 15>(b[0], b[0], b[1]));
     f(31, spare<31, 15, 31>(a[1], a[2], a[2]), spare<31, 15, 31>(b[1], b[2], b[2]));
@@ -113,23 +175,24 @@ struct Affine3 {
 
 struct Affine8 {
   static constexpr bool affine = true;
+  static constexpr int groups_at_once = 1;
+  CodeTable<8> table = CodeTable<8>::make();
 
-  template <int SHIFT>
-  AEGIS_INLINE f32x16 byte(i32x16 word) {
-    return to_float(iand(ishr<SHIFT>(word), iset1(255)));
+  template <int SHIFT, int N, class F>
+  __attribute__((always_inline)) void step(int k, Words<N> a, Words<N> b, F f) const {
+    f(k + SHIFT / 8, table.get<SHIFT>(a), table.get<SHIFT>(b));
   }
 
-  template <class F>
-  __attribute__((always_inline)) void codes(const uint8_t* words, F f) const {
+  template <int N, class F>
+  __attribute__((always_inline)) void codes(const uint8_t* words, int64_t stride, F f) const {
 #pragma GCC unroll 8
     for (int j = 0; j < 8; ++j) {
-      const i32x16 a = iload(words + 64 * j);
-      const i32x16 b = iload(words + 64 * (j + 8));
-      const int k = 4 * j;
-      f(k, to_float(iand(a, iset1(255))), to_float(iand(b, iset1(255))));
-      f(k + 1, byte<8>(a), byte<8>(b));
-      f(k + 2, byte<16>(a), byte<16>(b));
-      f(k + 3, to_float(ishr<24>(a)), to_float(ishr<24>(b)));
+      const Words<N> a = load_words<N>(words + 64 * j, stride);
+      const Words<N> b = load_words<N>(words + 64 * (j + 8), stride);
+      step<0>(4 * j, a, b, f);
+      step<8>(4 * j, a, b, f);
+      step<16>(4 * j, a, b, f);
+      step<24>(4 * j, a, b, f);
     }
   }
 };
@@ -137,13 +200,20 @@ struct Affine8 {
 template <DType D>
 struct Dense {
   static constexpr bool affine = false;
+  static constexpr int groups_at_once = 1;
   static constexpr int row = D == DType::f32 ? 64 : 32;
 
-  template <class F>
-  __attribute__((always_inline)) void codes(const uint8_t* numbers, F f) const {
+  template <int N, class F>
+  __attribute__((always_inline)) void codes(const uint8_t* numbers, int64_t stride, F f) const {
 #pragma GCC unroll 8
-    for (int k = 0; k < 32; ++k)
-      f(k, load_number(numbers + row * k, D), load_number(numbers + row * (k + 32), D));
+    for (int k = 0; k < 32; ++k) {
+      Codes<N> a, b;
+      for (int n = 0; n < N; ++n) {
+        a.v[n] = load_number(numbers + n * stride + row * k, D);
+        b.v[n] = load_number(numbers + n * stride + row * (k + 32), D);
+      }
+      f(k, a, b);
+    }
   }
 };
 
