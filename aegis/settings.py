@@ -44,12 +44,12 @@ _RUNTIME_MIB = {"native": 46, "reference": 50, "mlx": 120}
 def runtime_figures(backend: str, tokenizer_nbytes: int) -> RuntimeFigures:
     """The declared figures for a backend and a tokenizer file of ``tokenizer_nbytes``.
 
-    A vocabulary's tables take about 6 times its JSON once loaded and 15 times while loading
+    A vocabulary's tables take about 4 times its JSON once loaded and 6 times while loading
     (tools/calibrate_runtime.py); both are rounded up to 1 MiB.
     """
     base = _RUNTIME_MIB[backend] * MIB
-    steady = base + 6 * tokenizer_nbytes
-    peak = base + 15 * tokenizer_nbytes
+    steady = base + 4 * tokenizer_nbytes
+    peak = base + 6 * tokenizer_nbytes
     return RuntimeFigures(-(-steady // MIB) * MIB, -(-peak // MIB) * MIB)
 
 

@@ -1,0 +1,139 @@
+"""The cap holds: the kernel's own accounting of the real command line in a memory cgroup."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cgroup
+import pytest
+
+from aegis.text.tokenizer import Tokenizer
+
+ROOT = Path(__file__).parents[1]
+GOLDEN: dict[str, Any] = json.loads((ROOT / "goldens/smolmoe-135m/golden.json").read_text())
+MIB = 1 << 20
+CONTEXT = 1024
+PROMPT_TOKENS = 700
+GENERATED = 200
+FAULTS_AFTER_FIRST_TOKEN = 50
+"""Pages, of some 35,000 that a run at the smallest cap touches."""
+
+
+@dataclass(frozen=True)
+class Cli:
+    """The command line of a cold interpreter with a converted store and a long prompt."""
+
+    python: cgroup.ColdPython
+    env: dict[str, str]
+    prompt: Path
+
+    def command(self, verb: str, *args: str) -> list[str]:
+        """aegis with the context of these tests."""
+        return [*self.python.command, "-P", "-m", "aegis", verb, "-c", str(CONTEXT), *args]
+
+    def generate(self, cap: int, *args: str) -> list[str]:
+        """The long prompt and 200 tokens under a cap."""
+        prompt = ["-f", str(self.prompt), "--raw", "--ignore-eos", "-n", str(GENERATED)]
+        return self.command("run", *prompt, "--cap", f"{cap}B", "-q", *args)
+
+    def run(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        """Run without a group."""
+        return subprocess.run(command, env=self.env, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def cli(cold_python: cgroup.ColdPython, tmp_path_factory: pytest.TempPathFactory) -> Cli:
+    folder = tmp_path_factory.mktemp("capped")
+    env = {**cold_python.env, "AEGIS_CACHE": str(folder / "cache")}
+    prompt = folder / "prompt.txt"
+    prompt.write_text(_prompt())
+    cli = Cli(cold_python, env, prompt)
+    first = cli.run(cli.command("run", "--cap", "1GiB", "-n", "1", "-p", "Hi"))
+    assert first.returncode == 0, first.stderr
+    return cli
+
+
+def _prompt() -> str:
+    """Text of exactly 700 tokens."""
+    from aegis.convert.cache import embedded_path
+
+    tokenizer = Tokenizer.open(embedded_path())
+    ids = GOLDEN["perplexity"]["ids"]
+    for end in range(PROMPT_TOKENS, len(ids)):
+        text = tokenizer.decode(ids[end - PROMPT_TOKENS : end])
+        if len(tokenizer.encode(text)) == PROMPT_TOKENS:
+            return text
+    raise AssertionError("no stretch of the text encodes to as many tokens again")
+
+
+@pytest.fixture(scope="module")
+def smallest_cap(cli: Cli) -> int:
+    """What ``aegis plan --json`` states."""
+    plan = json.loads(cli.run(cli.command("plan", "--json", "--cap", "1GiB")).stdout)
+    return int(plan["min_cap_nbytes"])
+
+
+@pytest.mark.parametrize("above", [0, 6 * MIB, 48 * MIB])
+def test_the_kernel_never_has_to_kill_and_hardly_to_reread(
+    cli: Cli, smallest_cap: int, above: int
+) -> None:
+    cap = smallest_cap + above
+    result = cgroup.run(cli.generate(cap), cap, env=cli.env)
+    assert result.rc == 0, result.stderr
+    assert result.oom_kills == 0
+    assert result.faults_after_first_output <= FAULTS_AFTER_FIRST_TOKEN
+
+
+@pytest.mark.parametrize("above", [0, 48 * MIB])
+def test_the_peak_without_a_limit_is_below_the_cap(
+    cli: Cli, smallest_cap: int, above: int
+) -> None:
+    cap = smallest_cap + above
+    result = cgroup.run(cli.generate(cap, "--json"), None, env=cli.env)
+    assert result.rc == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report["prompt_tokens"] == PROMPT_TOKENS
+    assert report["generation_tokens"] == GENERATED
+    assert result.peak_nbytes <= cap
+    assert report["peak_nbytes"] <= cap
+
+
+def test_the_tokens_are_the_same_at_every_cap(cli: Cli, smallest_cap: int) -> None:
+    runs = [
+        json.loads(cli.run(cli.generate(smallest_cap + above, "--json")).stdout)
+        for above in (0, 4 * MIB, 64 * MIB)
+    ]
+    assert runs[0]["token_ids"] == runs[1]["token_ids"] == runs[2]["token_ids"]
+
+
+def test_converting_on_first_use_stays_inside_the_cap(
+    cli: Cli, smallest_cap: int, tmp_path: Path
+) -> None:
+    env = {**cli.env, "AEGIS_CACHE": str(tmp_path)}
+    result = cgroup.run(cli.generate(smallest_cap, "-n", "4"), smallest_cap, env=env)
+    assert result.rc == 0, result.stderr
+    assert result.oom_kills == 0
+    assert list(tmp_path.iterdir())
+
+
+def test_one_byte_under_the_smallest_cap_is_refused_before_anything_is_read(
+    cli: Cli, smallest_cap: int, tmp_path: Path
+) -> None:
+    env = {**cli.env, "AEGIS_CACHE": str(tmp_path / "cache")}
+    command = cli.generate(smallest_cap - 1)
+    refused = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert refused.returncode == 3
+    assert f"{smallest_cap}B" in refused.stderr
+    assert not (tmp_path / "cache").exists()
+
+
+def test_the_embedded_model_opens_at_160_mib(cli: Cli) -> None:
+    command = [*cli.python.command, "-P", "-m", "aegis", "run", "-c", "512", "--cap", "160MiB"]
+    result = cgroup.run([*command, "-n", "32", "-q", "-p", "Hello"], 160 * MIB, env=cli.env)
+    assert result.rc == 0, result.stderr
+    assert result.oom_kills == 0
