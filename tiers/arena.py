@@ -8,6 +8,7 @@ so whole 2 MiB ranges ask for huge pages and every page is touched before use. P
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import sys
 from collections.abc import Iterator
@@ -82,7 +83,7 @@ class Arena:
                 self._map.madvise(_MADV_POPULATE_WRITE, self._start + begin, end - begin)
                 return
             except OSError as error:
-                if error.errno == 12:  # ENOMEM
+                if error.errno == errno.ENOMEM:
                     raise ArenaError(
                         f"the system has no {end - begin} bytes of memory left ({error}); use a "
                         "smaller cap"

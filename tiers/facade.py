@@ -138,7 +138,7 @@ class ExpertTiers:
         self._queue.collect()
         self._queue.cancel_unpinned()
         self._queue.counting = self.stats.prefill
-        self._hot.reserve = min(self._staging.size, self.slots.capacity)
+        self._hot.reserve = self._staging.size
         self._hot.make_room()
 
     def prefill_layer(
@@ -210,7 +210,7 @@ class ExpertTiers:
 
     def _resize(self) -> None:
         if self._prefilling:
-            self._hot.reserve = min(self._staging.size, self.slots.capacity)
+            self._hot.reserve = self._staging.size
             self._hot.make_room()
         else:
             self._reserve_for_decode()

@@ -34,12 +34,20 @@ class Staging:
         self.queue = queue
         self.slots = queue.slots
         self.hot = hot
-        self.size = size
-        # Small records gain threefold from being read together, large ones next to nothing; a run
-        # must leave half of the slots for computing meanwhile.
-        self.run_limit = max(1, min(RUN_NBYTES // queue.files.stride, size // 2))
+        self._wanted = size
         self.ahead: dict[int, int] = {}
         """Expert key to slot of pinned reads for the next layer."""
+
+    @property
+    def size(self) -> int:
+        """Slots that serve prefill: as planned, or fewer when slots were given back."""
+        return min(self._wanted, self.slots.capacity)
+
+    @property
+    def run_limit(self) -> int:
+        """Experts per read. Small records gain threefold from being read together, large ones next
+        to nothing; a run must leave half of the slots for computing meanwhile."""
+        return max(1, min(RUN_NBYTES // self.slots.stride, self.size // 2))
 
     def drop_ahead(self) -> None:
         """Unpin what was read ahead; withdraw what has not begun."""
@@ -151,8 +159,8 @@ class LayerVisit:
 
     def _start_run(self, keys: list[int], pinned: dict[int, int], demand: bool) -> bool:
         """One read for the first keys as long as they follow each other and slots can be had."""
-        slots, run = self._slots, list[int]()
-        while keys and len(run) < self._staging.run_limit:
+        slots, run, limit = self._slots, list[int](), self._staging.run_limit
+        while keys and len(run) < limit:
             key = keys[0]
             if run and (key != slots.key_of[run[-1]] + 1 or key in slots.slot_of):
                 break

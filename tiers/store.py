@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import sys
@@ -79,7 +80,7 @@ class ExpertFiles:
             if flag and self.fds:
                 _probe(self.fds[0])
         except OSError as error:
-            if error.errno != 22:  # EINVAL: this file system has no direct reads
+            if error.errno != errno.EINVAL:
                 raise
             self.close()
             self.mode, self.reason = "buffered", "the file system refuses direct reads"

@@ -1,5 +1,7 @@
 import ctypes
+import sys
 
+import cgroup
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -211,3 +213,26 @@ def test_with_a_region_behind_the_slots_nothing_is_given_back() -> None:
     assert slots.shrink(500) == 500
     assert arena.released_nbytes == 0
     arena.close()
+
+
+RELEASE = """
+import time
+from aegis.tiers import Arena, SlotPool
+arena = Arena(80 << 20)
+arena.take("weights", 16 << 20)
+slots = SlotPool.in_arena(arena, 64, 1 << 20)
+for key in range(64):
+    slots.begin(slots.reclaim(), key)
+    slots.arrive(slots.slot_of[key])
+assert slots.shrink(50) == 50
+print("released", flush=True)
+time.sleep(0.5)
+"""
+
+
+def test_the_charge_of_the_group_falls_by_what_was_given_back() -> None:
+    cgroup.require()
+    result = cgroup.run([sys.executable, "-P", "-c", RELEASE], 400 << 20, cold=False)
+    assert (result.rc, result.stdout) == (0, "released\n"), result.stderr
+    assert result.first_output is not None
+    assert result.peak_nbytes - result.first_output.usage_nbytes > 47 << 20

@@ -48,7 +48,7 @@ class ReadPool {
     Job* next(std::deque<Ticket>& queue);
     void collect(const std::vector<Ticket>& tickets, std::vector<Ticket>& ended);
     void serve();
-    std::int64_t perform(const Job& job) const;
+    std::int64_t perform(Job& job) const;
 
     std::mutex mutex_;
     std::condition_variable work_, ended_;

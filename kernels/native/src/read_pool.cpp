@@ -181,8 +181,9 @@ void ReadPool::serve() {
     }
 }
 
-std::int64_t ReadPool::perform(const Job& job) const {
-    std::vector<iovec> pieces = job.pieces;
+std::int64_t ReadPool::perform(Job& job) const {
+    // Ours alone while the read runs. Readers never allocate: each would get a heap of its own.
+    std::vector<iovec>& pieces = job.pieces;
     std::size_t first = 0;
     std::int64_t got = 0;
     while (first < pieces.size()) {
