@@ -129,4 +129,14 @@ class HeadBlock {
 // Rows of one tile of every block: it bounds scratch, not results.
 constexpr int64_t kRowTile = 128;
 
+// Runs a body on the whole pool, or on the caller alone where its weights and cache, once per row,
+// are read faster than other threads are woken.
+template <class F>
+void run_shared(Pool& pool, int64_t nbytes, F&& body) {
+  if (nbytes < (64 << 10))
+    Pool::run_inline(body);
+  else
+    pool.run(body);
+}
+
 }  // namespace aegis

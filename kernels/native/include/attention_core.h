@@ -8,19 +8,15 @@
 
 namespace aegis::AEGIS_ISA {
 
-// Keys: vectors of 16 positions per tile. Values: registers of accumulators per tile.
+// What one register tile holds: queries at most, vectors of 16 keys, accumulators of values.
 #if defined(AEGIS_ISA_AVX512)
+constexpr int kQueries = 8;
 constexpr int kKeyVectors = 2;
 constexpr int kValueRegisters = 16;
 #else
+constexpr int kQueries = 4;
 constexpr int kKeyVectors = 1;
 constexpr int kValueRegisters = 4;
-#endif
-// Queries of one tile of keys or values, at most.
-#if defined(AEGIS_ISA_AVX512)
-constexpr int kQueries = 8;
-#else
-constexpr int kQueries = 4;
 #endif
 // Values that pass through all channels together: with those of the next run, which are fetched
 // meanwhile, they fit the first-level cache.

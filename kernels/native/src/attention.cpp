@@ -80,7 +80,9 @@ AttentionBlock::AttentionBlock(Pool& pool, Spec spec, Scratch scratch)
 }
 
 void AttentionBlock::run(float* x, int64_t tokens, const KVView& cache, int64_t start) const {
-  pool_.run([&](Team& team) {
+  const int64_t weights = spec_.q.nbytes() + spec_.k.nbytes() + spec_.v.nbytes() + spec_.o.nbytes();
+  const int64_t cached = (start + tokens) * kv_dim() * 8;
+  run_shared(pool_, (weights + cached) * tokens, [&](Team& team) {
     for (int64_t t = 0; t < tokens; t += rows_) {
       const Call call{x + t * spec_.hidden, std::min(rows_, tokens - t), cache, start + t};
       project(team, call);

@@ -60,7 +60,8 @@ int RouterBlock::run(const float* x, int64_t tokens, int candidates) const {
   const int wanted = guess ? static_cast<int>(std::min<int64_t>(candidates, next_->gate.rows)) : 0;
   const bool counted = guess && tokens > 1;
   if (counted) std::fill_n(counts_, next_->gate.rows, 0);
-  pool_.run([&](Team& team) {
+  const int64_t weights = layer_.gate.nbytes() + (guess ? next_->gate.nbytes() : 0);
+  run_shared(pool_, weights * tokens, [&](Team& team) {
     for (int64_t t = 0; t < tokens; t += rows_) {
       const Call call{x + t * hidden_, t, std::min(rows_, tokens - t), guess,
                       counted ? 0 : wanted};
@@ -162,7 +163,7 @@ HeadBlock::HeadBlock(Pool& pool, const float* norm, float eps, LinearDesc lm_hea
 
 void HeadBlock::run(const float* x, int64_t rows, float* logits) const {
   const int64_t hidden = lm_head_.in_features;
-  pool_.run([&](Team& team) {
+  run_shared(pool_, lm_head_.nbytes() * rows, [&](Team& team) {
     team.each(rows, 1, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
         float* normed = normed_ + row * padded_ld(hidden);
