@@ -183,3 +183,8 @@ def test_a_router_that_does_not_fit_its_workspace_is_refused() -> None:
         NativeRouter(POOLS[0], workspace(), layers.spec, layers.layers[0], None, None)
     with pytest.raises(ValueError, match="301 rows"):
         layers.run(rows(301))
+
+
+def test_no_rows_yield_no_routing_and_no_guess() -> None:
+    ids, weights, normed, guess = Layers(20, 4).run(rows(0), candidates=6)
+    assert [len(part) for part in (ids, weights, normed, guess)] == [0, 0, 0, 0]

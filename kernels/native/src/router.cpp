@@ -56,7 +56,7 @@ RouterBlock::RouterBlock(Pool& pool, int64_t hidden, int64_t max_tokens, bool no
 }
 
 int RouterBlock::run(const float* x, int64_t tokens, int candidates) const {
-  const bool guess = next_ && candidates > 0;
+  const bool guess = next_ && candidates > 0 && tokens > 0;
   const int wanted = guess ? static_cast<int>(std::min<int64_t>(candidates, next_->gate.rows)) : 0;
   const bool counted = guess && tokens > 1;
   if (counted) std::fill_n(counts_, next_->gate.rows, 0);
