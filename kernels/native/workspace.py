@@ -42,4 +42,6 @@ class Workspace:
     def _view(self, name: str, dtype: type[Any], *shape: int) -> NDArray[Any]:
         start = self._regions[name].offset
         count = int(np.prod(shape))
-        return self._buffer[start : start + count * 4].view(dtype).reshape(shape)
+        piece: NDArray[np.uint8] = self._buffer[start : start + count * 4]
+        view: NDArray[Any] = piece.view(dtype).reshape(shape)
+        return view

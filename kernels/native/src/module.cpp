@@ -9,6 +9,8 @@ void bind_read_pool(nb::module_& m);
 
 NB_MODULE(_native, m) {
     m.doc() = "CPU kernels: linear layers, experts, attention, routing and direct reads.";
+    // Objects that live until the interpreter ends are no leak worth a message on stderr.
+    nb::set_leak_warnings(false);
     bind_linear(m);
     bind_experts(m);
     bind_attention(m);

@@ -1,0 +1,275 @@
+"""Measure the native kernels against this machine's limits: memory reads, multiply-adds, disk.
+
+    python tools/bench_kernels.py [--isa avx2] [--file-dir DIR] [--json]
+
+Everything is measured in one run, in turns and in windows of about a millisecond, best of many, so
+that the ratios hold on a busy machine too. Weights come from a working set far larger than the
+caches, in huge pages; each window takes the next part of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from aegis.kernels.base import ExpertsSpec, Format, Routing, Segment, WorkspaceSpec
+from aegis.kernels.native import _native, sizes
+from aegis.kernels.native.moe import NativeExperts
+from aegis.kernels.native.workspace import Workspace
+from aegis.kernels.sizes import align_up, nbytes
+from aegis.tiers.arena import Arena
+
+ARENA_NBYTES = 320 << 20
+WINDOW_NBYTES = 16 << 20
+WINDOWS = ARENA_NBYTES // WINDOW_NBYTES
+HIDDEN, INNER, CHOICES = 2048, 512, 8
+GEMM_ROWS = (1, 4, 16, 64, 512)
+Row = dict[str, Any]
+
+
+class Slots:
+    """Slot memory over an arena."""
+
+    def __init__(self, base: int, stride: int, num_slots: int) -> None:
+        self.base, self.stride, self.num_slots = base, stride, num_slots
+
+
+def affine(bits: int) -> Format:
+    """MLX's usual format."""
+    return Format("affine", "bf16", bits, 64)
+
+
+def fill(arena: Any) -> None:
+    """Bytes that are finite scales and any codes."""
+    pattern = np.random.default_rng(0).integers(0, 60, 1 << 20, dtype=np.uint8)
+    for start in range(0, len(arena), len(pattern)):
+        arena[start : start + len(pattern)] = pattern[: len(arena) - start]
+
+
+def best(repeats: int, *timers: Callable[[], float]) -> list[float]:
+    """The smallest of each timer's values, taken in turns."""
+    rounds = [[timer() for timer in timers] for _ in range(repeats)]
+    return [min(values) for values in zip(*rounds, strict=True)]
+
+
+def read_time(pool: Any, base: int, turn: Iterator[int]) -> float:
+    """Seconds to read the next window, per byte."""
+    start = base + next(turn) * WINDOW_NBYTES
+    return _native.time_read(pool, start, WINDOW_NBYTES, 1) / WINDOW_NBYTES
+
+
+def gemv(pool: Any, base: int, repeats: int) -> Iterator[Row]:
+    """Matrix times vector from memory, against plain reading."""
+    turn = itertools.cycle(range(WINDOWS))
+
+    def linears(bits: int) -> float:
+        size = nbytes((2048, HIDDEN), affine(bits), "il16")
+        start, count = base + next(turn) * WINDOW_NBYTES, WINDOW_NBYTES // size
+        descs = [
+            _native.LinearDesc(start + i * size, 2048, HIDDEN, bits, "bf16") for i in range(count)
+        ]
+        return _native.time_linears(pool, descs, 1, 1) / (count * size)
+
+    timers = [lambda b=bits: linears(b) for bits in (4, 3, 8)]
+    limit, *times = best(repeats, lambda: read_time(pool, base, turn), *timers)
+    yield row("read memory", pool, 1e-9 / limit, "GB/s", 1e-9 / limit)
+    for bits, seconds in zip((4, 3, 8), times, strict=True):
+        yield row(f"GEMV {bits}-bit", pool, 1e-9 / seconds, "GB/s", 1e-9 / limit)
+
+
+def gemm(pool: Any, base: int, repeats: int) -> Iterator[Row]:
+    """Matrix times matrix, against multiply-adds in registers."""
+    rows = 1024
+    flops = 2.0 * rows * HIDDEN
+    for bits in (4, 3, 8):
+        descs = [_native.LinearDesc(base, rows, HIDDEN, bits, "bf16")]
+        timers: list[Callable[[], float]] = [lambda: 1.0 / _native.fma_peak(pool, 1)]
+        timers += [lambda m=m, d=descs: _native.time_linears(pool, d, m, 1) for m in GEMM_ROWS]
+        peak, *times = best(-(-repeats // 4), *timers)
+        if bits == 4:
+            yield row("multiply-add", pool, 1e-9 / peak, "GFLOP/s", 1e-9 / peak)
+        for m, seconds in zip(GEMM_ROWS, times, strict=True):
+            rate = flops * m / seconds / 1e9
+            yield row(f"GEMM {bits}-bit M={m}", pool, rate, "GFLOP/s", 1e-9 / peak)
+
+
+def ffn_spec(bits: int) -> ExpertsSpec:
+    """Experts of 2048 x 512: 1.77 MB each at 4 bits."""
+    segments, offset = {}, 0
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        shape = (HIDDEN, INNER) if name == "down_proj" else (INNER, HIDDEN)
+        size = nbytes(shape, affine(bits), "il16")
+        segments[name] = Segment(offset, size, shape, affine(bits))
+        offset = align_up(offset + size, 64)
+    experts = ARENA_NBYTES // align_up(offset + 64, 4096) // CHOICES * CHOICES
+    return ExpertsSpec(HIDDEN, INNER, experts, CHOICES, 0, "il16", segments)
+
+
+def ffn_block(pool: Any, base: int, spec: ExpertsSpec) -> NativeExperts:
+    """A block over slots in the arena."""
+    last = spec.segments["down_proj"]
+    stride = align_up(last.offset + last.nbytes + 64, 4096)
+    shape = WorkspaceSpec(
+        max_tokens=1,
+        context=64,
+        hidden_size=HIDDEN,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=64,
+        moe_intermediate_size=INNER,
+        shared_expert_intermediate_size=0,
+        num_experts=spec.num_experts,
+        num_experts_per_tok=CHOICES,
+        vocab_size=64,
+        max_logit_rows=1,
+        threads=pool.threads,
+    )
+    workspace = Workspace(shape, np.zeros(sizes.workspace_nbytes(shape), np.uint8))
+    return NativeExperts(pool, workspace, Slots(base, stride, spec.num_experts), spec, {})
+
+
+def ffn(pool: Any, base: int, repeats: int) -> Iterator[Row]:
+    """One token through eight experts, other ones each time, called from Python."""
+    specs = {bits: ffn_spec(bits) for bits in (4, 3)}
+    blocks = {bits: ffn_block(pool, base, spec) for bits, spec in specs.items()}
+    x = np.random.default_rng(0).standard_normal((1, HIDDEN)).astype(np.float32)
+    weights = np.full((1, CHOICES), 1 / CHOICES, np.float32)
+    turn = itertools.count()
+
+    def call(bits: int) -> float:
+        spec, out = specs[bits], x.copy()
+        first = next(turn) * CHOICES % spec.num_experts
+        ids = np.arange(first, first + CHOICES, dtype=np.int32)
+        routing = Routing(ids[None], weights, x, ids[:0])
+        start = time.perf_counter()
+        blocks[bits](out, routing, ids, ids)
+        seconds = time.perf_counter() - start
+        return seconds / (CHOICES * sum(part.nbytes for part in spec.segments.values()))
+
+    windows = itertools.cycle(range(WINDOWS))
+    timers = [lambda b=bits: call(b) for bits in specs]
+    limit, *times = best(repeats, lambda: read_time(pool, base, windows), *timers)
+    for bits, seconds in zip(specs, times, strict=True):
+        name = f"FFN {CHOICES} experts {bits}-bit"
+        yield row(name, pool, 1e-9 / seconds, "GB/s", 1e-9 / limit)
+
+
+def reads(arena: Any, base: int, folder: Path, repeats: int) -> Iterator[Row]:
+    """Direct reads of records at random offsets: the engine's read pool against bare preadv."""
+    record, count, threads = 1769472, 240, 2
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        for start in range(0, count * record, 16 << 20):
+            file.write(arena[: min(16 << 20, count * record - start)].tobytes())
+        file.flush()
+        os.fsync(file.fileno())
+        fd = os.open(file.name, os.O_RDONLY | os.O_DIRECT)
+        try:
+            order = np.random.default_rng(1).permutation(count).tolist()
+            slots = len(arena) // align_up(record, 4096)
+            stride = align_up(record, 4096)
+
+            def bare() -> float:
+                def some(part: list[int]) -> None:
+                    for i in part:
+                        at = i % slots * stride
+                        os.preadv(fd, [arena[at : at + record]], i * record)
+
+                start = time.perf_counter()
+                with ThreadPoolExecutor(threads) as workers:
+                    list(workers.map(some, [order[n::threads] for n in range(threads)]))
+                return time.perf_counter() - start
+
+            def pool() -> float:
+                readers = _native.ReadPool(threads)
+                start = time.perf_counter()
+                tickets = [
+                    readers.submit(fd, i * record, record, base + i % slots * stride, True)
+                    for i in order
+                ]
+                for ticket in tickets:
+                    readers.wait(ticket)
+                seconds = time.perf_counter() - start
+                readers.close()
+                return seconds
+
+            probe, engine = best(repeats, bare, pool)
+        finally:
+            os.close(fd)
+    limit = count * record / probe / 1e9
+    yield Row(name="read disk", isa="", threads=threads, value=limit, unit="GB/s", ratio=1.0)
+    value = count * record / engine / 1e9
+    yield Row(
+        name="read pool", isa="", threads=threads, value=value, unit="GB/s", ratio=value / limit
+    )
+
+
+def row(name: str, pool: Any, value: float, unit: str, limit: float) -> Row:
+    """One measurement and its share of the limit."""
+    return Row(
+        name=name,
+        isa=_native.isa(),
+        threads=pool.threads,
+        value=value,
+        unit=unit,
+        ratio=value / limit,
+    )
+
+
+def show(r: Row) -> None:
+    """One line of the table."""
+    print(
+        f"{r['name']:<22} {r['isa']:<7} {r['threads']:>2} threads "
+        f"{r['value']:>8.1f} {r['unit']:<8} {r['ratio']:5.2f} of the limit",
+        flush=True,
+    )
+
+
+def measure(options: argparse.Namespace) -> Iterator[Row]:
+    """All rows, in the order of the table."""
+    region = Arena(ARENA_NBYTES)
+    arena = region.take("bench", ARENA_NBYTES)
+    fill(arena)
+    base = int(arena.ctypes.data)
+    counts = sorted({1, _native.usable_processors()})
+    for isa in options.isa or [name for name in _native.isas() if name != "scalar"]:
+        _native.select_isa(isa)
+        for threads in counts:
+            pool = _native.Pool(threads)
+            for part in (gemv, gemm, ffn):
+                yield from part(pool, base, options.repeats)
+    if options.file_dir:
+        yield from reads(arena, base, options.file_dir, 5)
+
+
+def main() -> int:
+    """Print the table, or one JSON object."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--isa", action="append", choices=_native.isas())
+    parser.add_argument("--repeats", type=int, default=100, help="windows of each measurement")
+    parser.add_argument("--file-dir", type=Path, help="measure direct reads of a file made here")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    rows = []
+    for measured in measure(options):
+        rows.append(measured)
+        if not options.json:
+            show(measured)
+    if options.json:
+        json.dump({"rows": rows}, sys.stdout, indent=1)
+        print()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
