@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 MIB = 1 << 20
 
@@ -56,6 +56,24 @@ def runtime_figures(backend: str, tokenizer_nbytes: int) -> RuntimeFigures:
 EmbeddingMode = Literal["auto", "ram", "disk"]
 ExpertBits = Literal["4bit", "3bit"]
 
+_WORDS = {
+    "experts": get_args(ExpertBits),
+    "embedding": get_args(EmbeddingMode),
+    "policy": ("lfu", "lru", "random"),
+    "guess": ("cross-layer", "previous", "none"),
+}
+_LEAST = {
+    "cap_nbytes": 1,
+    "context": 1,
+    "guess_width": 0,
+    "io_threads": 1,
+    "threads": 1,
+    "prefill_step": 1,
+    "max_slots": 1,
+}
+_OPTIONAL = ("context", "threads", "prefill_step", "max_slots")
+_MOST = {"guess_width": 16, "io_threads": 64}
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -74,3 +92,18 @@ class Settings:
     prefill_step: int | None = None
     max_slots: int | None = None
     """Upper bound on expert slots, for experiments and tests; None leaves it to the plan."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no model could be opened with: ValueError, one sentence."""
+        for name, words in _WORDS.items():
+            value = getattr(self, name)
+            if value not in words:
+                raise ValueError(f"{name} is {value!r}; choose one of {', '.join(words)}")
+        for name, least in _LEAST.items():
+            value, most = getattr(self, name), _MOST.get(name)
+            if value is None and name in _OPTIONAL:
+                continue
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if not whole or value < least or (most is not None and value > most):
+                bound = f"of at least {least}" if most is None else f"from {least} to {most}"
+                raise ValueError(f"{name} is {value!r}; it must be a whole number {bound}")

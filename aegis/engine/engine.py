@@ -138,6 +138,8 @@ class Engine:
 
         The last token is always computed, so that there is a state to return.
         """
+        if len(ids) > 1 and self._cached == list(ids[:-1]):
+            return self.feed_token(ids[-1])
         self._check(ids)
         start = min(self.cached_prefix(ids), len(ids) - 1)
         hidden = [chunk[-1:] for chunk, _ in self._hidden(ids, start)]
@@ -145,6 +147,8 @@ class Engine:
 
     def feed_token(self, token: int) -> Any:
         """Compute one more token behind everything cached; its hidden state [1, H]."""
+        self._check_open()
+        self._check_token(token)
         if len(self._cached) >= self.context:
             raise UsageError(f"the context of {self.context} tokens is full; open a longer one")
         hidden = self._guarded(self._opened.forward.decode, token, len(self._cached))
@@ -153,6 +157,7 @@ class Engine:
 
     def logits(self, hidden: Any) -> NDArray[np.float32]:
         """Logits of hidden states [T, H], T <= LOGIT_ROWS; valid until the next call."""
+        self._check_open()
         return self._opened.decoder.head(hidden)
 
     def score(self, ids: Sequence[int], last: int | None = 1) -> NDArray[np.float32]:
@@ -209,8 +214,7 @@ class Engine:
                 yield step.token
 
     def _check(self, ids: Sequence[int]) -> None:
-        if self._closed:
-            raise AegisError("the engine is closed; open it again")
+        self._check_open()
         if not len(ids):
             raise UsageError("there are no tokens to compute; give at least one")
         if len(ids) > self.context:
@@ -218,10 +222,17 @@ class Engine:
                 f"{len(ids)} tokens do not fit the context of {self.context}; open the model with"
                 f" a context of at least {len(ids)}"
             )
-        vocab_size = self._opened.request.shape.vocab_size
         for token in ids:
-            if not 0 <= token < vocab_size:
-                raise UsageError(f"token id {token} is outside the vocabulary of {vocab_size}")
+            self._check_token(token)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise AegisError("the engine is closed; open it again")
+
+    def _check_token(self, token: int) -> None:
+        vocab_size = self._opened.request.shape.vocab_size
+        if not 0 <= token < vocab_size:
+            raise UsageError(f"token id {token} is outside the vocabulary of {vocab_size}")
 
     def _hidden(self, ids: Sequence[int], start: int) -> Iterator[tuple[Any, int]]:
         """Compute ids[start:] in chunks; yields (hidden [T, H], absolute position of its first)."""

@@ -49,7 +49,8 @@ def stream(
         if count:
             if len(history) > engine.context:
                 break
-            hidden = engine.feed_token(history[-1])
+            # Not feed_token: the caller may have used the engine for something else meanwhile.
+            hidden = engine.feed(history)
         token = sampler.sample(engine.logits(hidden)[0], history)
         if token in end_tokens:
             yield Step(None, "stop")

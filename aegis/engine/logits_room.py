@@ -39,6 +39,7 @@ class LogitsRoom:
             self._release(short)
             short = needed + sum(array.nbytes for array in held) - self._room()
         if short > 0:
+            self.take_back()
             raise UsageError(
                 f"{rows} rows of logits take {format_size(needed)}, which is {format_size(short)}"
                 " more than the cap leaves; ask for fewer rows with last=, or for likelihoods"
@@ -51,7 +52,9 @@ class LogitsRoom:
     def take_back(self) -> None:
         """Give the hot tier its slots again once every array is gone."""
         self._handed = [ref for ref in self._handed if ref() is not None]
-        if not self._handed and self._opened.arena.released_nbytes:
+        slots = self._opened.tiers.slots
+        # Fewer slots may be in use with nothing released: only whole 2 MiB ranges go back.
+        if not self._handed and slots.capacity < slots.num_slots:
             self._opened.tiers.restore_slots()
 
     def _room(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -123,7 +124,10 @@ def open_model(
     tokenizer = _load_tokenizer(store)
     memory.trim()
     try:
-        return _allocate(source.name, store, request, plan, tokenizer)
+        with ExitStack() as undo:
+            opened = _allocate(undo, source.name, store, request, plan, tokenizer)
+            undo.pop_all()
+            return opened
     except TiersError as error:
         raise StoreError(str(error)) from error
 
@@ -143,16 +147,25 @@ def _arena_nbytes(plan: MemoryPlan, owns_workspace: bool) -> int:
 
 
 def _allocate(
-    name: str, store: Store, request: Request, plan: MemoryPlan, tokenizer: Tokenizer
+    undo: ExitStack,
+    name: str,
+    store: Store,
+    request: Request,
+    plan: MemoryPlan,
+    tokenizer: Tokenizer,
 ) -> Opened:
+    """Take memory, files and threads; ``undo`` gives them back should something fail."""
     settings, layout = request.settings, store.layout
     items = dict(plan.items)
     geometry = layout.geometry(settings.experts)
     paths = store.expert_paths(settings.experts)
     files = ExpertFiles(paths, geometry.record_nbytes, geometry.stride, layout.num_experts)
+    undo.callback(files.close)
     runtime_nbytes = memory.resident_nbytes()
     backend = registry.create(request.backend, request.threads)
+    undo.callback(backend.close)
     arena = Arena(_arena_nbytes(plan, backend.owns_workspace))
+    undo.callback(arena.close)
     on_disk = plan.embedding == "disk"
     skip = {_EMBEDDING} if on_disk else set()
     weights = store.load_resident(
@@ -177,6 +190,7 @@ def _allocate(
         guess_width=settings.guess_width,
         io_threads=settings.io_threads,
     )
+    undo.callback(tiers.close)
     disk = None if rows is None else DiskEmbedding(store, decoder.embedding, rows)
     return Opened(
         name=name,

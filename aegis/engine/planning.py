@@ -135,7 +135,18 @@ def resolve(path: str | Path, layout: StoreLayout, settings: Settings, backend: 
 
 
 def request_plan(request: Request) -> MemoryPlan:
-    """Size every item and spend the cap."""
+    """Size every item and spend the cap.
+
+    Raises:
+        UsageError: no plan could honour the request.
+    """
+    try:
+        return plan_request(_plan_request(request))
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _plan_request(request: Request) -> PlanRequest:
     layout, settings, shape = request.layout, request.settings, request.shape
     sizes = importlib.import_module(f"aegis.kernels.{request.backend}.sizes")
     workspace_nbytes = cast("Callable[[WorkspaceSpec], int]", sizes.workspace_nbytes)
@@ -161,27 +172,25 @@ def request_plan(request: Request) -> MemoryPlan:
             " all of it for every token; use --embedding ram or auto"
         )
     with_table, without = layout.resident_nbytes(), layout.resident_nbytes({"embed_tokens"})
-    return plan_request(
-        PlanRequest(
-            cap_nbytes=settings.cap_nbytes,
-            runtime_nbytes=runtime.steady_nbytes,
-            load_peak_nbytes=runtime.load_peak_nbytes,
-            resident_nbytes=without,
-            embedding_nbytes=with_table - without,
-            kv_nbytes=sum(align_up(kv_nbytes(s), 64) for s in shape.kv_specs(request.context)),
-            options=options,
-            slot_nbytes=layout.geometry(settings.experts).stride,
-            num_moe_layers=len(shape.moe_layers),
-            num_experts=shape.num_experts,
-            num_experts_per_tok=shape.num_experts_per_tok,
-            tied=tied,
-            embedding=settings.embedding,
-            prefill_step=None if settings.prefill_step is None else steps[-1],
-            max_slots=settings.max_slots,
-            logits_nbytes=logits,
-            io_nbytes=IO_NBYTES,
-            reserve_nbytes=RESERVE_NBYTES,
-        )
+    return PlanRequest(
+        cap_nbytes=settings.cap_nbytes,
+        runtime_nbytes=runtime.steady_nbytes,
+        load_peak_nbytes=runtime.load_peak_nbytes,
+        resident_nbytes=without,
+        embedding_nbytes=with_table - without,
+        kv_nbytes=sum(align_up(kv_nbytes(s), 64) for s in shape.kv_specs(request.context)),
+        options=options,
+        slot_nbytes=layout.geometry(settings.experts).stride,
+        num_moe_layers=len(shape.moe_layers),
+        num_experts=shape.num_experts,
+        num_experts_per_tok=shape.num_experts_per_tok,
+        tied=tied,
+        embedding=settings.embedding,
+        prefill_step=None if settings.prefill_step is None else steps[-1],
+        max_slots=settings.max_slots,
+        logits_nbytes=logits,
+        io_nbytes=IO_NBYTES,
+        reserve_nbytes=RESERVE_NBYTES,
     )
 
 
