@@ -70,10 +70,16 @@ def load(
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt: text is taken as it is, messages through the chat template."""
+    """Token ids of a prompt: text is taken as it is, messages through the chat template.
+
+    Raises:
+        UsageError: the prompt mixes messages and token ids.
+    """
     if isinstance(prompt, str):
         return tokenizer.encode(prompt)
     messages = [item for item in prompt if isinstance(item, dict)]
+    if 0 < len(messages) < len(prompt):
+        raise UsageError("the prompt mixes messages and token ids; give one or the other")
     if messages:
         return tokenizer.encode_chat(messages)
     return [int(item) for item in prompt if not isinstance(item, dict)]
@@ -85,13 +91,14 @@ def stream_generate(
     prompt: Prompt,
     max_tokens: int = 256,
     sampler: Sampler | None = None,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     ignore_eos: bool = False,
     **sampling: Any,
 ) -> Iterator[GenerationResponse]:
     """Generate and yield text as it becomes final.
 
     Args:
+        stop: one string or several; the text ends before the first that appears.
         sampler: takes the place of ``sampling`` (temperature, top_p, top_k, min_p, seed,
             repeat_penalty; greedy without any).
     """
@@ -102,7 +109,8 @@ def stream_generate(
     ids = encode_prompt(tokenizer, prompt)
     clock = Clock.start()
     sampler = sampler or Sampler(**sampling)
-    steps = stream_text(model, ids, max_tokens, sampler, stop=stop, ignore_eos=ignore_eos)
+    stops = [stop] if isinstance(stop, str) else stop
+    steps = stream_text(model, ids, max_tokens, sampler, stop=stops, ignore_eos=ignore_eos)
     for step in steps:
         if step.token is not None:
             clock.tick()
