@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from aegis.checkpoint.manifest import FORMAT_VERSION
 from aegis.checkpoint.source import Checkpoint
 from aegis.checkpoint.store import Store, is_store
-from aegis.convert.identity import embedded_path, identity_of
+from aegis.convert.identity import embedded_path, identity_of, model_name
 from aegis.errors import StoreError
 from aegis.kernels.base import Layout
 
@@ -39,12 +39,8 @@ def cached_store_path(path: str | Path, layout: Layout = "il16") -> Path:
         CheckpointError: ``path`` is no readable checkpoint.
     """
     checkpoint = Checkpoint.open(path)
-    name = "smolmoe-135m" if _is_embedded(checkpoint.path) else checkpoint.path.resolve().name
+    name = model_name(checkpoint.path)
     return cache_folder() / f"{name}-{layout}-v{FORMAT_VERSION}-{identity_of(checkpoint)[:12]}"
-
-
-def _is_embedded(path: Path) -> bool:
-    return path.resolve() == embedded_path().resolve()
 
 
 def ensure_store(

@@ -9,6 +9,8 @@ from pathlib import Path
 from aegis.checkpoint.pagecache import drop_pages, expect_random_reads
 from aegis.checkpoint.source import Checkpoint
 
+EMBEDDED_NAME = "smolmoe-135m"
+
 _SAMPLES = 16
 _SAMPLE_NBYTES = 4096
 
@@ -18,6 +20,12 @@ def embedded_path() -> Path:
     import aegis.embedded
 
     return Path(aegis.embedded.__path__[0])
+
+
+def model_name(path: Path) -> str:
+    """What people call the model in a folder: the folder's name, or the embedded model's own."""
+    resolved = path.resolve()
+    return EMBEDDED_NAME if resolved == embedded_path().resolve() else resolved.name
 
 
 def identity_of(checkpoint: Checkpoint) -> str:

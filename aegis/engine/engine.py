@@ -19,6 +19,7 @@ from aegis.tiers.errors import TiersError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from aegis.checkpoint.store import Store
     from aegis.engine.sampling import Sampler
     from aegis.planner import LedgerRow, MemoryPlan
     from aegis.text.tokenizer import Tokenizer
@@ -100,6 +101,11 @@ class Engine:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self._opened.tokenizer
+
+    @property
+    def store(self) -> Store:
+        """The converted store the model was opened from."""
+        return self._opened.store
 
     @property
     def name(self) -> str:

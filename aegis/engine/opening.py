@@ -50,6 +50,7 @@ class Opened:
     """Everything an open model holds."""
 
     name: str
+    store: Store
     request: Request
     plan: MemoryPlan
     tokenizer: Tokenizer
@@ -110,7 +111,8 @@ def open_model(
     on_plan: Callable[[MemoryPlan], None] | None,
 ) -> Opened:
     """Plan from headers, refuse what does not fit, then convert, allocate and load."""
-    from aegis.convert.cache import embedded_path, ensure_store
+    from aegis.convert.cache import ensure_store
+    from aegis.convert.identity import embedded_path, model_name
 
     source = embedded_path() if path is None else Path(path)
     backend = choose_backend(settings.backend)
@@ -125,7 +127,7 @@ def open_model(
     memory.trim()
     try:
         with ExitStack() as undo:
-            opened = _allocate(undo, source.name, store, request, plan, tokenizer)
+            opened = _allocate(undo, model_name(source), store, request, plan, tokenizer)
             undo.pop_all()
             return opened
     except TiersError as error:
@@ -194,6 +196,7 @@ def _allocate(
     disk = None if rows is None else DiskEmbedding(store, decoder.embedding, rows)
     return Opened(
         name=name,
+        store=store,
         request=request,
         plan=plan,
         tokenizer=tokenizer,
