@@ -55,7 +55,7 @@ struct LinearJob {
     int64_t ld_add = 0;
 };
 
-// Part of a dispatch: all jobs for `tokens` rows, shared over the team; ends with a barrier.
+// Part of a dispatch: all jobs for `tokens` rows, shared over the team; returns when all of it is done.
 void linear_phase(Team& team, const LinearJob* jobs, int count, int64_t tokens);
 
 // A dispatch of its own; runs on the caller alone where sharing would cost more than it saves.

@@ -1,8 +1,9 @@
-// Thread pool: the caller and its workers run one body together ("team"), with barriers inside it.
+// Thread pool: the caller and its workers run one body together ("team"), in phases.
 //
-// A fused operation is one dispatch whose phases are separated by barriers, so a layer costs a few
-// microseconds of synchronisation. Workers spin for about 50 us after a dispatch, giving the
-// processor away now and then, and then sleep.
+// A fused operation is one dispatch of several phases, so a layer costs a few microseconds of
+// synchronisation. A phase ends when its items are done, not when all threads have arrived: a worker
+// that sleeps, or that the system runs something else on, joins when it can and holds nobody up.
+// Workers spin for about 50 us after a dispatch, giving the processor away now and then, then sleep.
 #pragma once
 
 #include <atomic>
@@ -15,39 +16,43 @@
 namespace aegis {
 
 struct TeamState {
-    alignas(64) std::atomic<int64_t> next{0};
-    alignas(64) std::atomic<int> arrived{0};
-    alignas(64) std::atomic<uint32_t> generation{0};
+    alignas(64) std::atomic<uint64_t> claim{0};  // phase << 32 | next item
+    alignas(64) std::atomic<int64_t> done{0};
 };
 
-// One thread's view of a dispatch. Every thread of the team must reach the same barriers.
+// One thread's view of a dispatch. Any number of the team's threads, the caller always among them,
+// run the body, each from its start; phases that are over pass at once. Hence: the same `each` calls
+// with the same n in every thread, and writes to shared memory only inside of them.
 class Team {
 public:
-    Team(int index, int size, TeamState* state) : index(index), size(size), state_(state) {}
+    Team(int size, TeamState* state, uint32_t phase) : size(size), state_(state), phase_(phase) {}
 
-    const int index;
-    const int size;
+    const int size;  // threads that may take part
 
-    // Waits for the whole team; also rewinds the counter of `each`.
-    void barrier();
-
-    // Calls f(begin, end) over [0, n) in pieces of `chunk`, claimed by whoever is free; then a barrier.
+    // Calls f(begin, end) over [0, n) in pieces of `chunk`, claimed by whoever is free; returns when
+    // all of them are done.
     template <class F>
     void each(int64_t n, int64_t chunk, F&& f) {
-        if (size == 1) {
-            if (n > 0) f(int64_t{0}, n);
+        if (n <= 0) return;
+        if (!state_) {
+            f(int64_t{0}, n);
             return;
         }
-        for (;;) {
-            int64_t begin = state_->next.fetch_add(chunk, std::memory_order_relaxed);
-            if (begin >= n) break;
-            f(begin, begin + chunk < n ? begin + chunk : n);
+        for (int64_t begin = claim(n, chunk); begin >= 0; begin = claim(n, chunk)) {
+            const int64_t end = begin + chunk < n ? begin + chunk : n;
+            f(begin, end);
+            finish(end - begin, n);
         }
-        barrier();
+        wait();
     }
 
 private:
+    int64_t claim(int64_t n, int64_t chunk);
+    void finish(int64_t count, int64_t n);
+    void wait();
+
     TeamState* state_;
+    uint32_t phase_;
 };
 
 class Pool {
@@ -69,7 +74,7 @@ public:
     // The same body on the calling thread alone, for work too small to share.
     template <class F>
     static void run_inline(const F& body) {
-        Team team(0, 1, nullptr);
+        Team team(1, nullptr, 0);
         body(team);
     }
 
@@ -77,8 +82,9 @@ private:
     using Body = void (*)(const void*, Team&);
 
     void dispatch(Body body, const void* arg);
-    void work(int index);
-    bool wait_for_work(uint32_t seen);
+    void work(uint32_t seen);
+    bool open_after(uint32_t seen) const;
+    void wait_for_work(uint32_t seen);
     void start(int threads);
     void stop();
 
@@ -88,11 +94,11 @@ private:
 
     Body body_ = nullptr;
     const void* arg_ = nullptr;
-    bool stopping_ = false;
+    uint32_t first_phase_ = 0;
     TeamState state_;
-    alignas(64) std::atomic<uint32_t> epoch_{0};
-    alignas(64) std::atomic<int> running_{0};
+    alignas(64) std::atomic<uint64_t> gate_{0};  // dispatch << 32 | open << 31 | workers inside
     alignas(64) std::atomic<int> sleeping_{0};
+    std::atomic<bool> stopping_{false};
     std::mutex sleep_mutex_;
     std::condition_variable wake_;
 };

@@ -93,15 +93,16 @@ double time_linears(Pool& pool, const std::vector<LinearDesc*>& descs, int64_t t
 double time_read(Pool& pool, uintptr_t address, int64_t nbytes, int repeats) {
     nb::gil_scoped_release release;
     const auto* data = reinterpret_cast<const float*>(address);
-    const int64_t pieces = nbytes / (1 << 20);
+    const int64_t pieces = nbytes / (1 << 18);
     std::atomic<int> guard{0};
     double best = 1e30;
     for (int r = 0; r < repeats; ++r) {
         const auto start = std::chrono::steady_clock::now();
         pool.run([&](Team& team) {
-            const int64_t begin = pieces * team.index / team.size, end = pieces * (team.index + 1) / team.size;
-            const float sum = kernels().read_probe(data + (begin << 18), (end - begin) << 18);
-            if (sum == 12345.0f) guard.fetch_add(1);
+            team.each(pieces, 1, [&](int64_t begin, int64_t end) {
+                const float sum = kernels().read_probe(data + (begin << 16), (end - begin) << 16);
+                if (sum == 12345.0f) guard.fetch_add(1);
+            });
         });
         best = std::min(best, seconds_since(start));
     }
@@ -115,10 +116,12 @@ double fma_peak(Pool& pool, int repeats) {
     for (int r = 0; r < repeats; ++r) {
         std::atomic<int64_t> count{0};
         const auto start = std::chrono::steady_clock::now();
-        pool.run([&](Team&) {
-            float sink[18];
-            for (int i = 0; i < 18; ++i) sink[i] = 0.5f;
-            count.fetch_add(kernels().fma_probe(300000, sink));
+        pool.run([&](Team& team) {
+            team.each(16 * team.size, 1, [&](int64_t begin, int64_t end) {
+                float sink[18];
+                for (int i = 0; i < 18; ++i) sink[i] = 0.5f;
+                count.fetch_add(kernels().fma_probe(20000 * (end - begin), sink));
+            });
         });
         best = std::max(best, 2.0 * static_cast<double>(count.load()) / seconds_since(start));
     }

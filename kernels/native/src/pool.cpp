@@ -23,6 +23,7 @@ void relax() {
 constexpr auto kSpin = std::chrono::microseconds(50);
 constexpr int kPausesPerLook = 64;
 constexpr int kPausesBeforeYield = 512;
+constexpr uint64_t kOpen = uint64_t{1} << 31;
 
 // Spins until ready() or, if a limit is given, until it has passed. Past the first microseconds it
 // gives the processor away between looks: whoever it waits for may need it.
@@ -52,17 +53,31 @@ int usable_processors() {
     return count > 0 ? count : 1;
 }
 
-void Team::barrier() {
-    if (size == 1) return;
-    const uint32_t generation = state_->generation.load(std::memory_order_acquire);
-    if (state_->arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
-        state_->arrived.store(0, std::memory_order_relaxed);
-        state_->next.store(0, std::memory_order_relaxed);
-        state_->generation.store(generation + 1, std::memory_order_release);
-        return;
+// The next piece of this thread's phase, or -1 when none is left. Phase and item are one word, so a
+// thread that was interrupted here cannot claim from a later phase.
+int64_t Team::claim(int64_t n, int64_t chunk) {
+    uint64_t word = state_->claim.load(std::memory_order_acquire);
+    for (;;) {
+        const int64_t next = static_cast<uint32_t>(word);
+        if (static_cast<uint32_t>(word >> 32) != phase_ || next >= n) return -1;
+        if (state_->claim.compare_exchange_weak(word, word + static_cast<uint64_t>(chunk), std::memory_order_acq_rel,
+                                                std::memory_order_acquire))
+            return next;
     }
-    auto released = [&] { return state_->generation.load(std::memory_order_acquire) != generation; };
-    spin_until(released, false);
+}
+
+void Team::finish(int64_t count, int64_t n) {
+    if (state_->done.fetch_add(count, std::memory_order_acq_rel) + count != n) return;
+    state_->done.store(0, std::memory_order_relaxed);
+    state_->claim.store(static_cast<uint64_t>(phase_ + 1) << 32, std::memory_order_release);
+}
+
+void Team::wait() {
+    const auto over = [this] {
+        return static_cast<uint32_t>(state_->claim.load(std::memory_order_acquire) >> 32) != phase_;
+    };
+    spin_until(over, false);
+    ++phase_;
 }
 
 Pool::Pool(int threads) { start(threads); }
@@ -78,23 +93,14 @@ void Pool::set_threads(int threads) {
 void Pool::start(int threads) {
     const int limit = usable_processors();
     threads_ = threads < 1 ? 1 : (threads > limit ? limit : threads);
-    const uint32_t seen = epoch_.load(std::memory_order_relaxed);
-    for (int index = 1; index < threads_; ++index) {
-        workers_.emplace_back([this, index, seen] {
-            uint32_t last = seen;
-            while (wait_for_work(last)) {
-                ++last;
-                work(index);
-            }
-        });
-    }
+    const uint32_t seen = static_cast<uint32_t>(gate_.load() >> 32);
+    for (int index = 1; index < threads_; ++index) workers_.emplace_back([this, seen] { work(seen); });
 }
 
 void Pool::stop() {
     {
         std::lock_guard<std::mutex> lock(sleep_mutex_);
         stopping_ = true;
-        epoch_.fetch_add(1);
     }
     wake_.notify_all();
     for (auto& worker : workers_) worker.join();
@@ -102,42 +108,55 @@ void Pool::stop() {
     stopping_ = false;
 }
 
-bool Pool::wait_for_work(uint32_t seen) {
-    auto ready = [&] { return epoch_.load() != seen; };
-    if (!spin_until(ready, true)) {
-        std::unique_lock<std::mutex> lock(sleep_mutex_);
-        sleeping_.fetch_add(1);
-        wake_.wait(lock, ready);
-        sleeping_.fetch_sub(1);
-    }
-    return !stopping_;
+bool Pool::open_after(uint32_t seen) const {
+    const uint64_t gate = gate_.load();
+    return (gate & kOpen) && static_cast<uint32_t>(gate >> 32) != seen;
 }
 
-void Pool::work(int index) {
-    Team team(index, threads_, &state_);
-    body_(arg_, team);
-    running_.fetch_sub(1, std::memory_order_release);
+void Pool::wait_for_work(uint32_t seen) {
+    const auto ready = [&] { return stopping_.load() || open_after(seen); };
+    if (spin_until(ready, true)) return;
+    std::unique_lock<std::mutex> lock(sleep_mutex_);
+    sleeping_.fetch_add(1);
+    wake_.wait(lock, ready);
+    sleeping_.fetch_sub(1);
+}
+
+// A worker counts itself in before it looks at the body, and only while the gate is open: the body
+// lives in the caller's frame.
+void Pool::work(uint32_t seen) {
+    for (;;) {
+        wait_for_work(seen);
+        if (stopping_) return;
+        uint64_t gate = gate_.load();
+        if (!(gate & kOpen) || !gate_.compare_exchange_strong(gate, gate + 1)) continue;
+        seen = static_cast<uint32_t>(gate >> 32);
+        Team team(threads_, &state_, first_phase_);
+        body_(arg_, team);
+        gate_.fetch_sub(1);
+    }
 }
 
 void Pool::dispatch(Body body, const void* arg) {
     std::lock_guard<std::mutex> lock(dispatch_mutex_);
-    Team team(0, threads_, &state_);
     if (threads_ == 1) {
+        Team team(1, nullptr, 0);
         body(arg, team);
         return;
     }
     body_ = body;
     arg_ = arg;
-    state_.next.store(0, std::memory_order_relaxed);
-    running_.store(threads_ - 1, std::memory_order_relaxed);
-    epoch_.fetch_add(1);
+    first_phase_ = static_cast<uint32_t>(state_.claim.load() >> 32);
+    gate_.store(((gate_.load() >> 32) + 1) << 32 | kOpen);
     if (sleeping_.load() > 0) {
         { std::lock_guard<std::mutex> sleep_lock(sleep_mutex_); }
         wake_.notify_all();
     }
+    Team team(threads_, &state_, first_phase_);
     body(arg, team);
-    auto finished = [&] { return running_.load(std::memory_order_acquire) == 0; };
-    spin_until(finished, false);
+    gate_.fetch_and(~kOpen);
+    const auto left = [this] { return (gate_.load() & (kOpen - 1)) == 0; };
+    spin_until(left, false);
 }
 
 }  // namespace aegis

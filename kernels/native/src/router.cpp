@@ -68,8 +68,7 @@ int RouterBlock::run(const float* x, int64_t tokens, int candidates) const {
       normalise_rows(team, call);
       multiply(team, call);
       choose(team, call);
-      // The next tile's logits come two barriers later, so one thread can count in peace.
-      if (counted && team.index == 0) count(call);
+      if (counted) team.each(1, 1, [&](int64_t, int64_t) { count(call); });
     }
   });
   return counted ? rank() : wanted;
