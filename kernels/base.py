@@ -196,9 +196,11 @@ class ExpertsBlock(Protocol):
         ids are ascending and above those of the calls before."""
 
     def finish(self) -> Array:
-        """Sum, add to the residual stream and return it. All chosen experts must have been added."""
+        """Sum, add to the residual stream and return it; every chosen expert was added."""
 
-    unordered_rows: int
+    @property
+    def unordered_rows(self) -> int:
+        """Up to how many rows experts may be added in any order; decode needs at least 1."""
 
 
 class EmbeddingBlock(Protocol):

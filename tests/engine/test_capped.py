@@ -90,9 +90,7 @@ def test_the_kernel_never_has_to_kill_and_hardly_to_reread(
 
 
 @pytest.mark.parametrize("above", [0, 48 * MIB])
-def test_the_peak_without_a_limit_is_below_the_cap(
-    cli: Cli, smallest_cap: int, above: int
-) -> None:
+def test_the_peak_without_a_limit_is_below_the_cap(cli: Cli, smallest_cap: int, above: int) -> None:
     cap = smallest_cap + above
     result = cgroup.run(cli.generate(cap, "--json"), None, env=cli.env)
     assert result.rc == 0, result.stderr
