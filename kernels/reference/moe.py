@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 def top_k(logits: NDArray[np.float32], k: int) -> NDArray[np.int64]:
     """Indices of the k largest per row, best first, ties to the lower index. [T, E] to [T, k]."""
-    ranked: NDArray[np.int64] = np.argsort(-logits, axis=-1, kind="stable")
-    return ranked[:, :k]
+    ranked: NDArray[np.int64] = np.argsort(-logits, axis=-1, kind="stable")[:, :k]
+    return ranked
 
 
 class ReferenceRouter:
