@@ -6,12 +6,14 @@ Not thread-safe: one thread calls it, the read pool's threads only fill memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import monotonic, sleep
 from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aegis.tiers.acquisition import Acquisition
+from aegis.tiers.errors import TiersError
 from aegis.tiers.guess import Guesser
 from aegis.tiers.hot_tier import HotTier
 from aegis.tiers.policy import open_policy
@@ -21,6 +23,8 @@ from aegis.tiers.slots import NOWHERE, READING, SlotPool
 from aegis.tiers.staging import LayerVisit, Staging
 from aegis.tiers.stats import TierStats
 from aegis.tiers.store import ExpertFiles
+
+_SILENCE_S = 5
 
 
 class ExpertTiers:
@@ -55,16 +59,25 @@ class ExpertTiers:
         self._policy = open_policy(policy, files.num_layers * files.num_experts)
         self._hot = HotTier(slots, self._policy, 0, seed)
         self._owns_pool = pool is None
-        self._pool = pool or open_read_pool(io_threads, drop_cache=files.mode == "buffered")
-        self._queue = ReadQueue(files, slots, self._pool, self.stats)
-        self._staging = Staging(self._queue, self._hot, staging_slots)
+        self._io_threads = io_threads
+        self._staging_slots = staging_slots
+        self._last_layer = -1
+        self._closed = False
+        slots.on_waste = self._count_waste
+        self._start(pool or self._open_pool())
+
+    def _open_pool(self) -> ReadPool:
+        return open_read_pool(self._io_threads, drop_cache=self.files.mode == "buffered")
+
+    def _start(self, pool: ReadPool) -> None:
+        """Begin in decode with nothing in flight."""
+        self._pool = pool
+        self._queue = ReadQueue(self.files, self.slots, pool, self.stats)
+        self._staging = Staging(self._queue, self._hot, self._staging_slots)
         self._guessed: dict[int, list[int]] = {}
         """MoE layer to the keys that were guessed for it and not yet judged."""
         self._visit: LayerVisit | None = None
         self._prefilling = False
-        self._last_layer = -1
-        self._closed = False
-        slots.on_waste = self._count_waste
         self._reserve_for_decode()
 
     @property
@@ -214,6 +227,29 @@ class ExpertTiers:
             self._hot.make_room()
         else:
             self._reserve_for_decode()
+
+    def recover(self) -> None:
+        """Make everything usable again after an exception that may have struck anywhere, as Ctrl-C
+        does. Acquisitions and visits from before must not be used any more; experts that were
+        resident stay."""
+        if self._owns_pool:
+            self._pool.close()
+            self._pool = self._open_pool()
+        else:
+            self._await_silence()
+        self.slots.rebuild()
+        self._start(self._pool)
+
+    def _await_silence(self) -> None:
+        """A read may have been submitted and its ticket lost: wait until the pool does nothing."""
+        deadline = monotonic() + _SILENCE_S
+        while self._pool.depth:
+            if monotonic() > deadline:
+                raise TiersError(
+                    f"the shared read pool is still busy after {_SILENCE_S} seconds; stop its "
+                    "other users or open the model again"
+                )
+            sleep(1e-3)
 
     def close(self) -> None:
         """Stop reading. Waits only for reads that the disk is already doing; files stay open."""

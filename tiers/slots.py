@@ -134,6 +134,28 @@ class SlotPool:
         """Make a transient slot the newest one."""
         self.transient.move_to_end(slot)
 
+    def rebuild(self) -> None:
+        """Put the books in order after an interruption anywhere: what is resident stays, without
+        pins; every other slot is free. No read may be under way."""
+        hot = set(self.hot)
+        resident: dict[int, int] = {}
+        for slot in range(self.capacity):
+            if self.state[slot] == RESIDENT:
+                resident.setdefault(self.key_of[slot], slot)
+        kept = set(resident.values())
+        self.slot_of = resident
+        self.free = [slot for slot in range(self.capacity - 1, -1, -1) if slot not in kept]
+        self.hot = sorted(hot & kept)
+        self.transient = OrderedDict.fromkeys(sorted(kept - hot))
+        self.pins = [0] * self.num_slots
+        self.hot_index = [NOWHERE] * self.num_slots
+        for index, slot in enumerate(self.hot):
+            self.hot_index[slot] = index
+        for slot in range(self.num_slots):
+            if slot not in kept:
+                self.state[slot], self.key_of[slot] = FREE, NOWHERE
+                self.guessed[slot] = False
+
     def reclaim(self) -> int:
         """A slot ready for ``begin``: free, else the oldest unpinned transient one; or NOWHERE."""
         if self.free:

@@ -1,10 +1,13 @@
 import errno
 import os
 import random
+import sys
 import threading
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 
 import numpy as np
 import pytest
@@ -31,6 +34,7 @@ from aegis.tiers import (
     SlotError,
     open_read_pool,
 )
+from aegis.tiers.slots import RESIDENT
 
 NUM_LAYERS = 3
 
@@ -373,6 +377,49 @@ def test_an_interrupted_wait_leaves_everything_usable(stores: dict[int, ExpertFi
     memory.arena.close()
 
 
+@pytest.mark.parametrize("owned", [True, False])
+def test_after_ctrl_c_anywhere_recovery_keeps_what_is_resident(
+    stores: dict[int, ExpertFiles], owned: bool
+) -> None:
+    class Interrupt(Exception):
+        pass
+
+    memory, shared = SlotReader(9), PythonReadPool(2)
+    setup = Setup(12, 3, 9, 4, "lfu", "cross-layer", 6, 0)
+    tiers = open_tiers(stores[12], memory, setup, None if owned else shared)
+    for at_line in range(5, 400, 13):
+        lines = 0
+
+        def interrupt(frame: FrameType, event: str, arg: object) -> object:
+            nonlocal lines
+            module = str(frame.f_globals["__name__"])
+            if module.startswith("aegis.tiers.") and (owned or "read_pool" not in module):
+                lines += event == "line"
+            if lines == at_line:  # noqa: B023 - used in this turn only
+                raise Interrupt
+            return interrupt
+
+        before = sys.gettrace()
+        sys.settrace(interrupt)
+        try:
+            with pytest.raises(Interrupt):
+                use_at_random(tiers, memory, replace(setup, seed=at_line), 20)
+        finally:
+            sys.settrace(before)
+        slots = memory.slots
+        resident = {
+            slots.key_of[slot] for slot in range(slots.capacity) if slots.state[slot] == RESIDENT
+        }
+        tiers.recover()
+        check_slots(memory.slots)
+        assert not any(memory.slots.pins)
+        assert set(slots.slot_of) == resident
+        use_at_random(tiers, memory, setup, 3)
+    tiers.close()
+    shared.close()
+    memory.arena.close()
+
+
 def test_two_layers_may_be_held_at_once_as_far_as_slots_go(
     stores: dict[int, ExpertFiles],
 ) -> None:
@@ -454,9 +501,13 @@ def test_bytes_counted_are_bytes_read_and_no_page_cache_stays(tmp_path: Path, di
 def test_statistics_are_kept_per_layer_and_phase_and_can_be_reset(
     stores: dict[int, ExpertFiles],
 ) -> None:
-    memory = SlotReader(12)
+    def slow(fd: int, views: list[memoryview], offset: int) -> int:
+        time.sleep(0.02)
+        return os.preadv(fd, views, offset)
+
+    memory, pool = SlotReader(12), PythonReadPool(1, read=slow)
     setup = Setup(12, 4, 12, 4, "lfu", "none", 0, 0)
-    with open_tiers(stores[12], memory, setup, None) as tiers:
+    with open_tiers(stores[12], memory, setup, pool) as tiers:
         prefill_layer(tiers, memory, 0, [1, 2], None, None)
         decode_layer(tiers, memory, 1, [0, 1, 2, 3], [])
         assert tiers.stats.prefill[0].misses == 2
@@ -472,4 +523,5 @@ def test_statistics_are_kept_per_layer_and_phase_and_can_be_reset(
         assert tiers.stats.hit_rate == 1.0
         with pytest.raises(ValueError, match="'decode', 'prefill' or None"):
             tiers.stats.totals("both")
+    pool.close()
     memory.arena.close()
