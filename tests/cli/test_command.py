@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -204,3 +205,24 @@ def test_a_reader_that_leaves_early_ends_it_quietly(
     finally:
         os.close(write)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_an_interrupted_answer_exits_130_without_a_traceback(
+    command_env: dict[str, str], small_model: str, tmp_path: Path
+) -> None:
+    arguments = ["run", small_model, "one two", "--raw", "--ignore-eos", "-q", "-n", "1500"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "aegis", *arguments, *SMALL, "-c", "2048"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=tmp_path,
+        env=command_env,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        process.stdout.read()
+        assert process.stderr.read() == b""
+    assert process.returncode == 130

@@ -1,0 +1,99 @@
+"""A conversation on a terminal, through a real pseudo-terminal."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pty = pytest.importorskip("pty")
+
+TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
+
+
+class Talk:
+    """Types lines and waits for what comes back."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", terminal: int) -> None:
+        self.process, self._terminal = process, terminal
+        self.seen = ""
+
+    def type(self, line: str) -> None:
+        os.write(self._terminal, line.encode() + b"\n")
+
+    def until(self, text: str) -> str:
+        """Everything since the last call, up to and with ``text``."""
+        deadline = time.monotonic() + 120
+        while text not in self.seen:
+            assert time.monotonic() < deadline, self.seen
+            if select.select([self._terminal], [], [], 1)[0]:
+                self.seen += os.read(self._terminal, 4096).decode(errors="replace")
+        before, _, self.seen = self.seen.partition(text)
+        return before + text
+
+
+@pytest.fixture
+def talk(
+    request: pytest.FixtureRequest, command_env: dict[str, str], small_model: str
+) -> Iterator[Talk]:
+    arguments = ["run", small_model, "--backend", "reference", "-q", "--cap", "1GiB"]
+    arguments += ["--ignore-eos", "--chat-template", TEMPLATE, *request.param]
+    terminal, slave = pty.openpty()
+    env = {**command_env, "TERM": "dumb"}
+    with subprocess.Popen(
+        [sys.executable, "-m", "aegis", *arguments],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env=env,
+        cwd=Path(small_model).parent,
+    ) as process:
+        os.close(slave)
+        try:
+            yield Talk(process, terminal)
+        finally:
+            process.kill()
+            os.close(terminal)
+
+
+@pytest.mark.parametrize("talk", [["-n", "3", "-c", "256"]], indirect=True)
+def test_a_chat_answers_until_exit(talk: Talk) -> None:
+    talk.until("> ")
+    talk.type("one")
+    talk.until("> ")
+    talk.type("/clear")
+    assert "forgotten" in talk.until("> ")
+    talk.type("/exit")
+    assert talk.process.wait(30) == 0
+
+
+@pytest.mark.parametrize("talk", [["-n", "3", "-c", "256"]], indirect=True)
+def test_end_of_input_leaves(talk: Talk) -> None:
+    talk.until("> ")
+    talk.type("\x04")
+    assert talk.process.wait(30) == 0
+
+
+@pytest.mark.parametrize("talk", [["-n", "1500", "-c", "2048"]], indirect=True)
+def test_ctrl_c_ends_the_answer_and_not_the_chat(talk: Talk) -> None:
+    talk.until("> ")
+    talk.type("one two three")
+    talk.until("three")
+    time.sleep(1)
+    talk.process.send_signal(signal.SIGINT)
+    talk.until("(ended by Ctrl-C)")
+    talk.until("> ")
+    talk.type("/exit")
+    assert talk.process.wait(30) == 0
+
+
+@pytest.mark.parametrize("talk", [["-n", "100", "-c", "32"]], indirect=True)
+def test_a_full_context_is_said(talk: Talk) -> None:
+    talk.until("> ")
+    talk.type("one two three")
+    assert "context of 32 tokens is full" in talk.until("/clear forgets the conversation")
