@@ -1,0 +1,52 @@
+"""What is installed: one import name, the embedded model, one version."""
+
+import importlib.metadata
+import importlib.resources
+import tomllib
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
+
+
+@pytest.fixture(scope="module")
+def distribution() -> importlib.metadata.Distribution:
+    try:
+        return importlib.metadata.distribution("aegis-moe")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("aegis runs from a source tree here, not from an installed distribution")
+
+
+def test_the_only_import_name_is_aegis(distribution: importlib.metadata.Distribution) -> None:
+    tops = {path.parts[0] for path in distribution.files or [] if path.suffix == ".py"}
+    assert tops <= {"aegis", "_aegis_moe_editable.py"}
+
+
+def test_the_version_is_said_once(distribution: importlib.metadata.Distribution) -> None:
+    import aegis
+
+    project = tomllib.loads(PROJECT.read_text())["project"]
+    assert aegis.__version__ == distribution.version == project["version"]
+
+
+def test_the_command_and_the_licence_are_part_of_it(
+    distribution: importlib.metadata.Distribution,
+) -> None:
+    scripts = {entry.name: entry.value for entry in distribution.entry_points}
+    assert scripts == {"aegis": "aegis.cli:main"}
+    assert distribution.metadata["License-Expression"] == "Apache-2.0"
+
+
+def test_the_embedded_model_is_complete_and_the_package_typed() -> None:
+    package = importlib.resources.files("aegis")
+    assert (package / "py.typed").is_file()
+    names = {entry.name for entry in (package / "embedded").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= names
+
+
+def test_every_name_of_the_public_api_can_be_imported() -> None:
+    import aegis
+
+    for name in set(aegis.__all__) - {"__version__"}:
+        assert getattr(aegis, name) is not None
