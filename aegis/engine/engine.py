@@ -264,6 +264,10 @@ class Engine:
             return compute(*args)
         except TiersError as error:
             raise self._opened.read_error(error) from error
+        except KeyboardInterrupt:
+            # It can come between any two steps of the bookkeeping of slots and reads.
+            self._opened.tiers.recover()
+            raise
 
     def _logit_blocks(self, hidden: Any, first: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
         from aegis.settings import LOGIT_ROWS
