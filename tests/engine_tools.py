@@ -119,8 +119,11 @@ def difference(expected: Result, found: Result) -> str:
 
 
 def prompts(max_size: int, vocab_size: int = 512) -> st.SearchStrategy[list[int]]:
-    """Token ids of a prompt."""
-    return st.lists(st.integers(0, vocab_size - 1), min_size=1, max_size=max_size)
+    """Token ids of a prompt; every length is as likely, where lists alone would be short."""
+    token = st.integers(0, vocab_size - 1)
+    return st.integers(1, max_size).flatmap(
+        lambda size: st.lists(token, min_size=size, max_size=size)
+    )
 
 
 @st.composite
@@ -132,7 +135,7 @@ def ways(draw: st.DrawFn, isas: Sequence[str | None] = (None,), tied: bool = Fal
         "policy": draw(st.sampled_from(sorted(POLICIES))),
         "io_threads": draw(st.integers(1, 8)),
         "threads": draw(st.integers(1, 2)),
-        "prefill_step": draw(st.one_of(st.none(), st.integers(1, 64))),
+        "prefill_step": draw(st.sampled_from([None, 1, 2, 3, 4, 5, 7, 8, 11, 16, 17, 32])),
         "embedding": draw(st.sampled_from(["auto", "ram"] if tied else ["auto", "ram", "disk"])),
     }
     return Way(

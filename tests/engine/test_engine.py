@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from aegis.kernels import registry
 from aegis.settings import EmbeddingMode, Settings
 from aegis.tiers import GUESS_KINDS, POLICIES, ArenaError, PythonReadPool
 from aegis.tiers.guess import MAX_WIDTH
+from aegis.tiers.slots import RESIDENT
 
 CONTEXT = 64
 IDS = [5, 90, 411, 7, 300, 22, 64, 8, 129, 77]
@@ -446,6 +448,23 @@ def test_the_plan_is_shown_before_anything_is_taken(
 # Memory that a caller keeps
 
 
+def check_slots(engine: Engine) -> int:
+    """Every expert that lies in a slot is the one of the file; returns how many there are."""
+    tiers = engine._opened.tiers
+    slots, files = tiers.slots, tiers.files
+    checked = 0
+    for key, slot in slots.slot_of.items():
+        if slots.state[slot] == RESIDENT:
+            layer, expert = divmod(key, files.num_experts)
+            with files.paths[layer].open("rb") as file:
+                file.seek(expert * files.stride)
+                record = file.read(files.record_nbytes)
+            address = slots.base + slot * slots.stride
+            assert ctypes.string_at(address, files.record_nbytes) == record, (layer, expert, slot)
+            checked += 1
+    return checked
+
+
 @pytest.fixture(scope="module")
 def embedded(cache: Path) -> Path:
     """The embedded model: its logits are large beside a slot."""
@@ -459,10 +478,11 @@ def test_slots_make_room_for_scores_and_come_back(embedded: Path) -> None:
         tiers, arena, plan = engine._opened.tiers, engine._opened.arena, engine.plan
         reserve = dict(plan.items)["runtime_reserve"]
         small = engine.score(IDS, last=2)
+        assert check_slots(engine) == plan.total_slots
         assert tiers.slots.capacity == plan.total_slots
         tokens = list(engine.generate(IDS, 4, ignore_eos=True))
         kept = engine.score((IDS * 6)[:60], last=None)
-        assert tiers.slots.capacity < plan.total_slots
+        assert 1 < check_slots(engine) <= tiers.slots.capacity < plan.total_slots
         assert kept.nbytes + small.nbytes <= (
             arena.released_nbytes + plan.unused_nbytes + reserve // 4
         )

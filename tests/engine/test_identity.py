@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,24 @@ EMBEDDED_TOP_K = 4
 PLAIN = Way(options={"guess": "none", "threads": 1, "io_threads": 1, "embedding": "ram"})
 """Everything in memory, nothing guessed, one thread: what all other ways are compared with."""
 
-native = pytest.importorskip("aegis.kernels.native._native", reason=registry.reason("native") or "")
-ISAS = native.isas()
-BEST = native.isa()
+NO_NATIVE = registry.reason("native")
+needs_native = pytest.mark.skipif(NO_NATIVE is not None, reason=str(NO_NATIVE))
+native: Any = None if NO_NATIVE else import_module("aegis.kernels.native._native")
+ISAS: list[str] = native.isas() if native else []
+BEST = native.isa() if native else ""
+
+
+@contextmanager
+def processor(isa: str | None) -> Iterator[None]:
+    """Compute as a processor would that has this instruction set; None: as this one does."""
+    if native is None or isa is None:
+        yield
+        return
+    native.select_isa(isa)
+    try:
+        yield
+    finally:
+        native.select_isa(BEST)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -44,13 +61,9 @@ def run(
     path: Path, top_k: int, way: Way, ids: list[int], rows: int | None = None, **fixed: Any
 ) -> Result:
     """Open the model this way, warm it up and ask."""
-    native.select_isa(way.isa or BEST)
-    try:
-        with way.open(path, top_k, **fixed) as engine:
-            way.warm_up(engine, ids)
-            return result_of(engine, ids, NEW_TOKENS, rows)
-    finally:
-        native.select_isa(BEST)
+    with processor(way.isa), way.open(path, top_k, **fixed) as engine:
+        way.warm_up(engine, ids)
+        return result_of(engine, ids, NEW_TOKENS, rows)
 
 
 def check_ways(
@@ -77,6 +90,7 @@ def for_model(way: Way, choices: Choices) -> Way:
 several_ways = st.lists(ways(isas=[None, *ISAS]), min_size=2, max_size=4)
 
 
+@needs_native
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(checkpoint_choices(), seeds, several_ways, prompts(PROMPT))
 def test_native_gives_the_same_bits_in_every_way(
@@ -96,6 +110,7 @@ def test_reference_gives_the_same_bits_in_every_way(
         check_ways(store, choices, ways_here, ids, backend="reference")
 
 
+@needs_native
 @settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
 @given(checkpoint_choices(), seeds, prompts(8))
 def test_native_agrees_with_reference(choices: Choices, seed: int, ids: list[int]) -> None:
@@ -110,6 +125,7 @@ def test_native_agrees_with_reference(choices: Choices, seed: int, ids: list[int
         assert np.abs(one - other).max() <= 2e-3 * other.std(), np.abs(one - other).max(axis=1)
 
 
+@needs_native
 @settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow])
 @given(
     checkpoint_choices(expert_bits=4, expert_code_bits=3),
@@ -130,6 +146,7 @@ def test_packed_3bit_experts_equal_3bit_codes_in_nibbles(
     assert not found, found
 
 
+@needs_native
 @settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow])
 @given(checkpoint_choices(expert_bits=4), seeds, several_ways, prompts(24))
 def test_experts_requantised_to_3bit_give_the_same_bits_in_every_way(
@@ -162,6 +179,7 @@ def embedded_result(embedded: Path) -> Result:
     return run_embedded(embedded, PLAIN)
 
 
+@needs_native
 @settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow])
 @given(way=ways(isas=[isa for isa in ISAS if isa != "scalar"] or [None], tied=True))
 def test_the_embedded_model_gives_the_same_bits_in_every_way(
@@ -178,14 +196,12 @@ def test_the_embedded_model_gives_the_same_bits_on_every_processor(
     results = []
     with PLAIN.open(embedded, EMBEDDED_TOP_K, context=CONTEXT, threads=2) as engine:
         for chosen in (BEST, isa):
-            native.select_isa(chosen)
-            try:
+            with processor(chosen):
                 results.append(engine.score(EMBEDDED_IDS[:3], last=None))
-            finally:
-                native.select_isa(BEST)
     assert results[0].tobytes() == results[1].tobytes()
 
 
+@needs_native
 def test_a_conversation_gives_the_same_bits_as_a_fresh_engine(embedded: Path) -> None:
     """Three turns, each behind what the cache holds of the turns before."""
     turns, ids = [], list[int]()
