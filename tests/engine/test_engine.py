@@ -481,6 +481,9 @@ def test_slots_make_room_for_scores_and_come_back(embedded: Path) -> None:
         assert check_slots(engine) == plan.total_slots
         assert tiers.slots.capacity == plan.total_slots
         tokens = list(engine.generate(IDS, 4, ignore_eos=True))
+        room = engine._room.array(60, 49152)
+        assert 1 < check_slots(engine) <= tiers.slots.capacity < plan.total_slots
+        del room
         kept = engine.score((IDS * 6)[:60], last=None)
         assert 1 < check_slots(engine) <= tiers.slots.capacity < plan.total_slots
         assert kept.nbytes + small.nbytes <= (
