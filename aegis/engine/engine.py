@@ -108,6 +108,11 @@ class Engine:
         return self._opened.store
 
     @property
+    def arena_nbytes(self) -> int:
+        """Size of the one region that holds weights, caches, scratch and slots."""
+        return self._opened.arena.nbytes
+
+    @property
     def name(self) -> str:
         """The model's name: its folder's."""
         return self._opened.name
