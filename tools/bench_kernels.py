@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,8 @@ def gemv(pool: Any, base: int, repeats: int) -> Iterator[Row]:
         ]
         return _native.time_linears(pool, descs, 1, 1) / (count * size)
 
-    timers = [lambda b=bits: linears(b) for bits in (4, 3, 8)]
-    limit, *times = best(repeats, lambda: read_time(pool, base, turn), *timers)
+    timers = [partial(linears, bits) for bits in (4, 3, 8)]
+    limit, *times = best(repeats, partial(read_time, pool, base, turn), *timers)
     yield row("read memory", pool, 1e-9 / limit, "GB/s", 1e-9 / limit)
     for bits, seconds in zip((4, 3, 8), times, strict=True):
         yield row(f"GEMV {bits}-bit", pool, 1e-9 / seconds, "GB/s", 1e-9 / limit)
@@ -158,8 +159,8 @@ def ffn(pool: Any, base: int, repeats: int) -> Iterator[Row]:
         return seconds / (CHOICES * sum(part.nbytes for part in spec.segments.values()))
 
     windows = itertools.cycle(range(WINDOWS))
-    timers = [lambda b=bits: call(b) for bits in specs]
-    limit, *times = best(repeats, lambda: read_time(pool, base, windows), *timers)
+    timers = [partial(call, bits) for bits in specs]
+    limit, *times = best(repeats, partial(read_time, pool, base, windows), *timers)
     for bits, seconds in zip(specs, times, strict=True):
         name = f"FFN {CHOICES} experts {bits}-bit"
         yield row(name, pool, 1e-9 / seconds, "GB/s", 1e-9 / limit)

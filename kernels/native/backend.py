@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,18 @@ from aegis.kernels.native.moe import NativeExperts
 from aegis.kernels.native.router import NativeRouter
 from aegis.kernels.native.workspace import Workspace
 
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+def default_threads() -> int:
+    """Processors this process may use, by affinity and by a container's quota."""
+    processors = _native.usable_processors()
+    try:
+        quota, period = CPU_QUOTA.read_text().split()
+        return max(1, min(processors, -(-int(quota) // int(period))))
+    except (OSError, ValueError):
+        return processors
+
 
 class NativeBackend:
     """Backend on the processor's vector units; see aegis.kernels.base.Backend."""
@@ -45,7 +58,7 @@ class NativeBackend:
             raise ValueError(
                 f"AEGIS_ISA={wanted} is not available here: use one of {', '.join(_native.isas())}"
             )
-        self._pool = _native.Pool(threads or _native.usable_processors())
+        self._pool = _native.Pool(threads or default_threads())
         self._workspace: Workspace | None = None
         self._slots: SlotMemory | None = None
 

@@ -245,8 +245,8 @@ void Experts::add_shared() {
 void Experts::check_complete() const {
     if (!active_) refuse("finish was called before begin");
     if (added_ != tokens_ * shape_.per_token)
-        refuse("only " + std::to_string(added_) + " of " + std::to_string(tokens_ * shape_.per_token) +
-               " chosen experts were added");
+        refuse("the experts added answer " + std::to_string(added_) + " of " +
+               std::to_string(tokens_ * shape_.per_token) + " choices: add every chosen expert once");
 }
 
 int64_t Experts::row_of(const Tile& tile, int t) const {
