@@ -25,7 +25,12 @@ struct Words {
 template <int N>
 AEGIS_INLINE Words<N> load_words(const uint8_t* p, int64_t stride) {
   Words<N> w;
-  for (int n = 0; n < N; ++n) w.v[n] = iload(p + n * stride);
+  for (int n = 0; n < N; ++n) {
+    w.v[n] = iload(p + n * stride);
+#if defined(AEGIS_ISA_AVX512)
+    __asm__("" : "+v"(w.v[n].v));  // else g++ loads the word again for every shift
+#endif
+  }
   return w;
 }
 
