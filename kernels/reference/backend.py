@@ -51,7 +51,7 @@ class ReferenceEmbedding:
         self, shape: tuple[int, int], fmt: Format, layout: Layout, table: Weight | None
     ) -> None:
         self._shape, self._format, self._layout = shape, fmt, layout
-        self._table = None if table is None else widen(table)
+        self._table = table
         self._block_rows = 16 if layout == "il16" else 1
         self.row_nbytes = formats.nbytes((self._block_rows, shape[1]), fmt, layout)
 
@@ -62,7 +62,10 @@ class ReferenceEmbedding:
     def __call__(self, ids: NDArray[np.int32]) -> NDArray[np.float32]:
         """Rows of the table in memory."""
         assert self._table is not None, "the table is on disk: use from_rows"
-        return self._table[ids]
+        if self._layout == "row":
+            return widen(self._table)[ids]
+        blocks = self._table.data.reshape(-1, self.row_nbytes)
+        return self.from_rows(ids, blocks[ids // self._block_rows])
 
     def from_rows(self, ids: NDArray[np.int32], rows: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Rows of blocks read from disk, uint8 [T, row_nbytes]."""

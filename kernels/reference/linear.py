@@ -12,19 +12,34 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from aegis.kernels import formats
+from aegis.kernels.base import Weight
 from aegis.kernels.reference.sizes import TILE
+from aegis.kernels.sizes import LANES, nbytes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from aegis.kernels.base import Weight
-
 F32 = np.float32
+
+_PIECE = 1 << 18
+"""Numbers widened at once."""
 
 
 def widen(weight: Weight) -> NDArray[np.float32]:
     """A stored tensor as a float32 array of its logical shape."""
-    return np.ascontiguousarray(formats.dequantize(weight), dtype=F32).reshape(weight.shape)
+    out = np.empty(weight.shape, F32)
+    if weight.layout != "il16" or out.ndim != 2:
+        out[...] = formats.dequantize(weight).reshape(weight.shape)
+        return out
+    # Piece by piece: the temporaries of a whole embedding table would outweigh it several times.
+    rows = max(_PIECE // weight.shape[1] // LANES, 1) * LANES
+    for start in range(0, len(out), rows):
+        part = out[start : start + rows]
+        first = nbytes((start, weight.shape[1]), weight.format, "il16") if start else 0
+        size = nbytes(part.shape, weight.format, "il16")
+        piece = Weight(part.shape, weight.format, "il16", weight.data[first : first + size])
+        part[...] = formats.dequantize(piece)
+    return out
 
 
 def linear(

@@ -135,3 +135,24 @@ def test_the_embedded_model_opens_at_160_mib(cli: Cli) -> None:
     result = cgroup.run([*command, "-n", "32", "-q", "-p", "Hello"], 160 * MIB, env=cli.env)
     assert result.rc == 0, result.stderr
     assert result.oom_kills == 0
+
+
+PEAK = """
+import sys
+from aegis import Engine, plan
+from aegis.engine.memory import peak_nbytes
+
+cap = plan(cap="4GiB", backend=sys.argv[1], context=128).min_cap_nbytes
+with Engine.open(cap=cap, backend=sys.argv[1], context=128) as engine:
+    list(engine.generate(range(100, 200), max_tokens=4, ignore_eos=True))
+    engine.nll(range(100, 200))
+print(peak_nbytes() - cap)
+"""
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_every_backend_stays_below_its_smallest_cap(cli: Cli, backend: str) -> None:
+    command = [*cli.python.command, "-P", "-c", PEAK, backend]
+    done = cli.run(command)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) <= 0
