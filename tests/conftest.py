@@ -13,7 +13,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parent.parent
-# From the repository root "import aegis" would find the bare folder, without planner or kernels.
+# From the repository root "import aegis" would find the bare folder, without planner or kernels;
+# the interpreters that tests start must not either.
+os.environ["PYTHONSAFEPATH"] = "1"
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
 
 import cgroup  # noqa: E402 - after the guard
