@@ -29,8 +29,9 @@ public:
 
     const int size;  // threads that may take part
 
-    // Calls f(begin, end) over [0, n) in pieces of `chunk`, claimed by whoever is free; returns when
-    // all of them are done.
+    // Calls f(begin, end) over [0, n) in pieces claimed by whoever is free; returns when all of them
+    // are done. Pieces shrink from a share of what is left down to `chunk`: the start of every piece
+    // is a fresh stream from memory, the last ones balance the team.
     template <class F>
     void each(int64_t n, int64_t chunk, F&& f) {
         if (n <= 0) return;
@@ -38,8 +39,8 @@ public:
             f(int64_t{0}, n);
             return;
         }
-        for (int64_t begin = claim(n, chunk); begin >= 0; begin = claim(n, chunk)) {
-            const int64_t end = begin + chunk < n ? begin + chunk : n;
+        int64_t begin, end;
+        while (claim(n, chunk, begin, end)) {
             f(begin, end);
             finish(end - begin, n);
         }
@@ -47,7 +48,7 @@ public:
     }
 
 private:
-    int64_t claim(int64_t n, int64_t chunk);
+    bool claim(int64_t n, int64_t chunk, int64_t& begin, int64_t& end);
     void finish(int64_t count, int64_t n);
     void wait();
 

@@ -53,16 +53,19 @@ int usable_processors() {
     return count > 0 ? count : 1;
 }
 
-// The next piece of this thread's phase, or -1 when none is left. Phase and item are one word, so a
+// The next piece of this thread's phase; false when none is left. Phase and item are one word, so a
 // thread that was interrupted here cannot claim from a later phase.
-int64_t Team::claim(int64_t n, int64_t chunk) {
+bool Team::claim(int64_t n, int64_t chunk, int64_t& begin, int64_t& end) {
     uint64_t word = state_->claim.load(std::memory_order_acquire);
     for (;;) {
-        const int64_t next = static_cast<uint32_t>(word);
-        if (static_cast<uint32_t>(word >> 32) != phase_ || next >= n) return -1;
-        if (state_->claim.compare_exchange_weak(word, word + static_cast<uint64_t>(chunk), std::memory_order_acq_rel,
-                                                std::memory_order_acquire))
-            return next;
+        begin = static_cast<uint32_t>(word);
+        if (static_cast<uint32_t>(word >> 32) != phase_ || begin >= n) return false;
+        const int64_t share = (n - begin) / (2 * size);
+        end = begin + (share > chunk ? share : chunk);
+        if (end > n) end = n;
+        const uint64_t claimed = word + static_cast<uint64_t>(end - begin);
+        if (state_->claim.compare_exchange_weak(word, claimed, std::memory_order_acq_rel, std::memory_order_acquire))
+            return true;
     }
 }
 
