@@ -17,7 +17,10 @@ constexpr int kTileTokens = 2, kTileBlocks = 1, kDirectTokens = 1;
 #else
 constexpr int kTileTokens = 6, kTileBlocks = 1, kDirectTokens = 2;
 #endif
-constexpr int64_t kPrefetchAhead = 4096;
+// One stream of words is read ahead into L2, from where the processor's own prefetcher brings it
+// nearer. Measured on Zen 4, two threads from memory: 12-17 GB/s reading 4 KiB ahead into L1, 29
+// with this; 16 to 128 KiB are alike.
+constexpr int64_t kPrefetchAhead = 32768;
 
 // Writes 16 rows of one token.
 AEGIS_INLINE void emit(const TileArgs& args, int t, int64_t block, f32x16 y) {
@@ -53,7 +56,7 @@ AEGIS_INLINE void direct_groups(const W& policy, const TileArgs& args, const uin
     x[t] = args.x[t] + g * kGroup;
     for (int n = 0; n < N; ++n) a[t][n] = b[t][n] = zero();
   }
-  for (int64_t line = 0; line < N * step; line += 64) prefetch(block + kPrefetchAhead + line);
+  for (int64_t line = 0; line < N * step; line += 64) prefetch_far(block + kPrefetchAhead + line);
   policy.template codes<N>(
       block + 2 * param, step, [&](int k, Codes<N> ca, Codes<N> cb) AEGIS_LAMBDA {
         for (int t = 0; t < NT; ++t)

@@ -29,6 +29,7 @@
 namespace aegis::AEGIS_ISA {
 
 AEGIS_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+AEGIS_INLINE void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }  // no nearer than L2
 
 AEGIS_INLINE float fma1(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
