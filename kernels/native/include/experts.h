@@ -77,7 +77,7 @@ private:
     void compute(Team& team) const;
     void gate_up(const Tile& tile, int64_t group) const;
     void shared_gates(const Tile& tile) const;
-    void down(const Tile& tile, int64_t block_begin, int64_t block_end) const;
+    void down(const Tile& tile, int64_t block_begin, int64_t block_end, const uint8_t* next) const;
     void combine(int64_t row) const;
     int64_t down_chunk(int team) const;
 

@@ -23,6 +23,7 @@ struct TileArgs {
     int64_t out_base = 0;
     const float* const* add = nullptr;
     const float* weights = nullptr;
+    const uint8_t* next = nullptr;  // weights this thread reads after these; null: those that follow
 };
 
 struct KernelTable {

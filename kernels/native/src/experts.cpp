@@ -276,8 +276,12 @@ void Experts::compute(Team& team) const {
         });
         team.each((blocks + chunk - 1) / chunk, 1, [&](int64_t begin, int64_t end) {
             for (int64_t item = begin; item < end; ++item)
-                for (int64_t i = first; i < last; ++i)
-                    down(tiles_[i], item * chunk, std::min(blocks, (item + 1) * chunk));
+                for (int64_t i = first; i < last; ++i) {
+                    const LinearDesc& after = tiles_[i + 1 < last ? i + 1 : first].weights.down;
+                    const int64_t at = (i + 1 < last ? item : item + 1) * chunk;
+                    down(tiles_[i], item * chunk, std::min(blocks, (item + 1) * chunk),
+                         after.data + std::min(blocks, at) * after.row_block_nbytes());
+                }
         });
     }
 }
@@ -303,9 +307,13 @@ void Experts::gate_up(const Tile& tile, int64_t group) const {
     const int64_t begin = group * kGroupBlocks, end = begin + kGroupBlocks;
     TileArgs args{&tile.weights.gate, begin, end, tile.rows, x, sums, gate_out};
     args.out_base = group * kGroup;
+    args.next = tile.weights.up.data + begin * tile.weights.up.row_block_nbytes();
     kernels().linear_tile(args);
     args.w = &tile.weights.up;
     args.out = up_out;
+    args.next = nullptr;
+    if (end < tile.weights.gate.row_blocks())
+        args.next = tile.weights.gate.data + end * tile.weights.gate.row_block_nbytes();
     kernels().linear_tile(args);
     for (int t = 0; t < tile.rows; ++t) {
         float* act = tile.act + t * tile.ld_act + group * kGroup;
@@ -332,7 +340,7 @@ void Experts::shared_gates(const Tile& tile) const {
 }
 
 // Ordered: straight into the accumulator. Otherwise the result is kept until finish.
-void Experts::down(const Tile& tile, int64_t block_begin, int64_t block_end) const {
+void Experts::down(const Tile& tile, int64_t block_begin, int64_t block_end, const uint8_t* next) const {
     const float *x[kMaxTokens], *sums[kMaxTokens];
     float* out[kMaxTokens];
     float weights[kMaxTokens];
@@ -346,6 +354,7 @@ void Experts::down(const Tile& tile, int64_t block_begin, int64_t block_end) con
     }
     TileArgs args{&tile.weights.down, block_begin, block_end, tile.rows, x, sums, out};
     args.out_base = block_begin * kLanes;
+    args.next = next;
     if (ordered_) args.weights = weights;
     kernels().linear_tile(args);
 }
