@@ -107,7 +107,7 @@ def stream_generate(
     from aegis.engine.sampling import Sampler
 
     ids = encode_prompt(tokenizer, prompt)
-    clock = Clock.start()
+    clock = Clock.start(model, ids)
     sampler = sampler or Sampler(**sampling)
     stops = [stop] if isinstance(stop, str) else stop
     steps = stream_text(model, ids, max_tokens, sampler, stop=stops, ignore_eos=ignore_eos)
@@ -119,7 +119,7 @@ def stream_generate(
             token=step.token,
             finish_reason=step.finish_reason,
             prompt_tokens=len(ids),
-            prompt_tps=clock.prompt_tps(len(ids)),
+            prompt_tps=clock.prompt_tps,
             generation_tokens=clock.tokens,
             generation_tps=clock.generation_tps,
             peak_memory=peak_nbytes() / 1e9,

@@ -22,7 +22,7 @@ class PlanError(AegisError):
 
 
 class CapExceededError(AegisError):
-    """The process was found above its cap and stopped."""
+    """The process was found above its cap."""
 
     exit_code = 4
 

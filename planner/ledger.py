@@ -25,11 +25,11 @@ def make_ledger(
     planned: Sequence[Item],
     measured: Mapping[str, int],
     *,
-    cap_nbytes: int,
+    total_nbytes: int,
     peak_nbytes: int,
     together: Mapping[str, Sequence[str]] | None = None,
 ) -> list[LedgerRow]:
-    """A row per planned item, then ``total``: the cap against the peak of the process.
+    """A row per planned item, then ``total``: the plan's sum against the process's peak.
 
     A measured item that was never planned is a row planned at 0: nothing is hidden. ``together``
     names measured items that cover several planned ones, which become one row.
@@ -41,4 +41,4 @@ def make_ledger(
         sums[row] = sums.get(row, 0) + nbytes
     sums |= {name: 0 for name in measured if name not in sums}
     rows = [LedgerRow(name, nbytes, measured.get(name)) for name, nbytes in sums.items()]
-    return [*rows, LedgerRow("total", cap_nbytes, peak_nbytes)]
+    return [*rows, LedgerRow("total", total_nbytes, peak_nbytes)]

@@ -31,6 +31,11 @@ class Answer:
     finish_reason: str | None = None
     """None: interrupted."""
 
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that the KV cache held from the turns before."""
+        return self.prompt_tokens - self.clock.computed
+
 
 def open_engine(
     model: Path | None,
@@ -103,7 +108,7 @@ def generate(
     """Generate after ``ids``; every piece of final text goes to ``write`` at once."""
     from aegis.engine.generate import Clock, stream_text
 
-    answer = Answer(len(ids), Clock.start())
+    answer = Answer(len(ids), Clock.start(engine, ids))
     steps = stream_text(
         engine,
         ids,
@@ -141,7 +146,7 @@ def answer_json(engine: Engine, answer: Answer) -> dict[str, Any]:
         "token_ids": answer.token_ids,
         "text": answer.text,
         "finish_reason": answer.finish_reason,
-        "prompt_tps": answer.clock.prompt_tps(answer.prompt_tokens),
+        "prompt_tps": answer.clock.prompt_tps,
         "generation_tps": answer.clock.generation_tps,
         "ttft_s": answer.clock.ttft_s,
         "peak_nbytes": peak_nbytes(),

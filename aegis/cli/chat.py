@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from aegis.cli.answer import (
     open_engine,
 )
 from aegis.cli.options import Options
-from aegis.cli.report import figures, note, note_ledger, note_plan
+from aegis.cli.report import check_cap, figures, note, note_ledger, note_plan
 from aegis.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from aegis.engine.sampling import Sampler
 
 HELP = "/clear forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C ends an answer"
+_COMMAND = re.compile(r"/[a-z]+")
 
 
 def chat(model: Path | None, cap_nbytes: int, options: Options) -> int:
@@ -38,7 +40,8 @@ def chat(model: Path | None, cap_nbytes: int, options: Options) -> int:
     with open_engine(model, cap_nbytes, options, on_plan) as engine:
         if options["verbose"]:
             note(engine.describe())
-        note(HELP)
+        if not options["quiet"]:
+            note(HELP)
         _talk(engine, options, sampler)
         if options["verbose"]:
             note_ledger(engine.ledger())
@@ -55,6 +58,8 @@ def _talk(engine: Engine, options: Options, sampler: Sampler) -> None:
             note("forgotten")
         elif line in ("/help", "/?"):
             note(HELP)
+        elif _COMMAND.fullmatch(line):
+            note(f"there is no {line}: {HELP}")
         elif line:
             messages = _turn(engine, options, sampler, messages, line)
 
@@ -90,8 +95,10 @@ def _turn(
         note("(ended by Ctrl-C)")
     if len(ids) + len(answer.token_ids) >= engine.context:
         note(f"the context of {engine.context} tokens is full: /clear forgets the conversation")
+    result = answer_json(engine, answer)
     if not options["quiet"]:
-        note(figures(answer_json(engine, answer)) + "\n")
+        note(figures(result, answer.cached_tokens) + "\n")
+    check_cap(result)
     return [*asked, {"role": "assistant", "content": answer.text}]
 
 

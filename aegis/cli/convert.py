@@ -20,7 +20,14 @@ if TYPE_CHECKING:
 
 @click.command("convert", short_help="Convert a model into a store that experts stream from.")
 @click.argument("source", required=False, metavar="[MODEL]")
-@click.argument("destination", required=False, type=click.Path(path_type=Path))
+@click.argument("destination", required=False, metavar="[STORE]", type=click.Path(path_type=Path))
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="STORE",
+    help="The same as the second argument; the embedded model needs no first one then.",
+)
 @click.option(
     "--experts",
     type=click.Choice(["4bit", "3bit"]),
@@ -38,16 +45,23 @@ if TYPE_CHECKING:
 @json_option
 @quiet_option
 def command(
-    source: str | None, destination: Path | None, experts: str, layout: Layout, **options: Any
+    source: str | None,
+    destination: Path | None,
+    output: Path | None,
+    experts: str,
+    layout: Layout,
+    **options: Any,
 ) -> int:
-    """Convert MODEL (the embedded one if absent) into the store DESTINATION.
+    """Convert MODEL (the embedded one if absent) into the folder STORE.
 
-    Without DESTINATION the store goes to the cache, where ``aegis run MODEL`` looks for it. What is
+    Without STORE it goes to the cache, where ``aegis run MODEL`` looks for it. What is
     converted already is not converted again. Prints the store's folder.
     """
+    if destination is not None and output is not None:
+        raise click.UsageError("STORE is given twice: as an argument and with --output")
     folder = model_folder(resolve_model(source))
     bar = ProgressBar("converting", options["quiet"])
-    store = _converted(folder, destination, layout, experts == "3bit", bar)
+    store = _converted(folder, destination or output, layout, experts == "3bit", bar)
     if options["as_json"]:
         print_json(
             {

@@ -196,7 +196,7 @@ def choose_caps(options: Options) -> CapChoice:
 
     machine = read_machine()
     cap = default_cap(machine)
-    note = f"cap {format_size(cap)}: no --cap was given, and {machine.describe()}"
+    note = f"cap {format_size(cap)}, since no --cap was given ({machine.describe()})"
     return CapChoice((cap,), note)
 
 

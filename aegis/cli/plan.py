@@ -16,7 +16,7 @@ from aegis.cli.options import (
     model_option,
     quiet_option,
 )
-from aegis.cli.report import note, print_json
+from aegis.cli.report import note, note_fallback, print_json
 from aegis.cli.source import resolve_model
 from aegis.errors import PlanError
 
@@ -38,6 +38,7 @@ def command(positional: str | None, **options: Any) -> int:
     """
     if positional is not None and options["model"] is not None:
         raise click.UsageError("MODEL is given twice: as an argument and with --model")
+    note_fallback(options)
     choice = choose_caps(options)
     if choice.note and not options["quiet"]:
         note(choice.note)

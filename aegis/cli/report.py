@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from aegis.errors import CapExceededError
 from aegis.planner import format_size
 
 if TYPE_CHECKING:
@@ -24,6 +25,16 @@ def notes(lines: Iterable[str]) -> None:
     """Several lines on stderr."""
     for line in lines:
         note(line)
+
+
+def note_fallback(options: Mapping[str, Any]) -> None:
+    """Say why it will be slow, where ``auto`` finds no compiled kernels."""
+    if options["quiet"] or options["backend"] != "auto":
+        return
+    from aegis.kernels import registry
+
+    if registry.resolve() == "reference":
+        note(f"{registry.reason('native')}; numpy computes instead, slowly")
 
 
 def note_plan(plan: MemoryPlan) -> None:
@@ -47,11 +58,12 @@ def print_json(value: Mapping[str, Any]) -> None:
     click.echo(json.dumps(value, ensure_ascii=False))
 
 
-def figures(result: Mapping[str, Any]) -> str:
+def figures(result: Mapping[str, Any], cached_tokens: int = 0) -> str:
     """The line behind an answer, from the object of ``--json``."""
+    cached = f" ({cached_tokens} cached)" if cached_tokens else ""
     cap = result["plan"]["cap_nbytes"]
     parts = [
-        f"{result['prompt_tokens']} prompt tokens, {result['prompt_tps']:.1f} tok/s",
+        f"{result['prompt_tokens']} prompt tokens{cached}, {result['prompt_tps']:.1f} tok/s",
         f"{result['generation_tokens']} generated, {result['generation_tps']:.1f} tok/s",
         f"first token after {result['ttft_s']:.2f} s",
         f"hit rate {100 * result['hit_rate']:.1f} %",
@@ -60,3 +72,12 @@ def figures(result: Mapping[str, Any]) -> str:
         f"peak {format_size(result['peak_nbytes'])} of {format_size(cap)}",
     ]
     return " · ".join(parts)
+
+
+def check_cap(result: Mapping[str, Any]) -> None:
+    """Raise CapExceededError where the process took more than its cap."""
+    peak, cap = result["peak_nbytes"], result["plan"]["cap_nbytes"]
+    if peak > cap:
+        raise CapExceededError(
+            f"the process took {peak}B, above the cap of {cap}B; this is a bug, please report it"
+        )

@@ -17,7 +17,15 @@ from aegis.cli.options import (
     quiet_option,
     verbose_option,
 )
-from aegis.cli.report import figures, note, note_ledger, note_plan, print_json
+from aegis.cli.report import (
+    check_cap,
+    figures,
+    note,
+    note_fallback,
+    note_ledger,
+    note_plan,
+    print_json,
+)
 from aegis.cli.source import SAMPLE_PROMPT, Request, on_terminal, resolve_request
 
 
@@ -40,6 +48,7 @@ def command(positionals: tuple[str, ...], **options: Any) -> int:
     request = resolve_request(
         positionals, options["model"], options["prompt"], options["prompt_file"]
     )
+    note_fallback(options)
     choice = choose_caps(options)
     if len(choice.caps) > 1:
         from aegis.cli.sweep import sweep
@@ -73,6 +82,7 @@ def _one_shot(request: Request, cap_nbytes: int, options: Options) -> int:
             note(("" if as_json else "\n") + figures(result))
         if options["verbose"]:
             note_ledger(engine.ledger())
+    check_cap(result)
     return 0
 
 

@@ -23,7 +23,7 @@ from aegis.cli.options import (
     verbose_option,
 )
 from aegis.cli.plan import model_folder, plan_for
-from aegis.cli.report import SCHEMA_VERSION, note, print_json
+from aegis.cli.report import SCHEMA_VERSION, note, note_fallback, print_json
 from aegis.cli.source import SAMPLE_PROMPT, Request, resolve_request
 from aegis.errors import AegisError, PlanError
 from aegis.planner import format_size
@@ -64,6 +64,7 @@ def command(positionals: tuple[str, ...], **options: Any) -> int:
     request = resolve_request(
         positionals, options["model"], options["prompt"], options["prompt_file"]
     )
+    note_fallback(options)
     caps = options["cap"] or _spread(model_folder(request.model), options)
     return sweep(request, caps, options)
 

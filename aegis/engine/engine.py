@@ -144,6 +144,10 @@ class Engine:
             count += 1
         return count
 
+    def uncached(self, ids: Sequence[int]) -> int:
+        """How many tokens of ``ids`` feeding them would compute: at least the last."""
+        return len(ids) - min(self.cached_prefix(ids), max(len(ids) - 1, 0))
+
     def feed(self, ids: Sequence[int]) -> Any:
         """Compute ``ids`` and return the last token's hidden state, reusing a cached prefix.
 
@@ -152,7 +156,7 @@ class Engine:
         if len(ids) > 1 and self._cached == list(ids[:-1]):
             return self.feed_token(ids[-1])
         self._check(ids)
-        start = min(self.cached_prefix(ids), len(ids) - 1)
+        start = len(ids) - self.uncached(ids)
         hidden = [chunk[-1:] for chunk, _ in self._hidden(ids, start)]
         return hidden[-1]
 
@@ -231,7 +235,7 @@ class Engine:
         if len(ids) > self.context:
             raise UsageError(
                 f"{len(ids)} tokens do not fit the context of {self.context}; open the model with"
-                f" a context of at least {len(ids)}"
+                f" a context of at least {len(ids)} (--ctx-size {len(ids)})"
             )
         for token in ids:
             self._check_token(token)

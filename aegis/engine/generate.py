@@ -102,14 +102,16 @@ class Clock:
     """When the prompt was done and when the last token came; seconds."""
 
     begun: float
+    computed: int
+    """Prompt tokens that were not in the KV cache already."""
     first: float = 0.0
     last: float = 0.0
     tokens: int = 0
 
     @classmethod
-    def start(cls) -> Clock:
-        """Begin now."""
-        return cls(time.perf_counter())
+    def start(cls, engine: Engine, ids: Sequence[int]) -> Clock:
+        """Begin now, before ``ids`` are fed."""
+        return cls(time.perf_counter(), engine.uncached(ids))
 
     def tick(self) -> None:
         """A token came."""
@@ -122,9 +124,10 @@ class Clock:
         """Time to the first token."""
         return max(self.first - self.begun, 0.0)
 
-    def prompt_tps(self, prompt_tokens: int) -> float:
-        """Prompt tokens per second up to the first token."""
-        return prompt_tokens / self.ttft_s if self.ttft_s else 0.0
+    @property
+    def prompt_tps(self) -> float:
+        """Computed prompt tokens per second up to the first token; cached ones do not count."""
+        return self.computed / self.ttft_s if self.ttft_s else 0.0
 
     @property
     def generation_tps(self) -> float:

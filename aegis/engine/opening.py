@@ -43,6 +43,12 @@ if TYPE_CHECKING:
 
 _EMBEDDING = "embed_tokens"
 _ALIGN = 4096
+_TOGETHER = {
+    "slots": ("staging", "hot_tier"),
+    "resident_weights": ("resident_weights", "embedding_table"),
+    "workspace": ("workspace", "logits"),
+}
+"""Planned items that share a region of the arena, so that they are measured as one."""
 
 
 @dataclass
@@ -77,17 +83,20 @@ class Opened:
         huge = self.arena.huge_nbytes()
         pages = "page size unknown" if huge is None else f"{format_size(huge)} in huge pages"
         reads = "direct reads" if self.files.mode == "direct" else f"buffered: {self.files.reason}"
-        return f"{self.backend.describe()} · {reads} · {format_size(self.arena.nbytes)}, {pages}"
+        return (
+            f"{self.backend.describe()} · {reads} · arena {format_size(self.arena.nbytes)}, {pages}"
+        )
 
     def ledger(self) -> list[LedgerRow]:
         """Planned against measured."""
         measured = {"runtime": self.runtime_nbytes}
-        measured.update({name: size for name, (_, size) in self.arena.regions().items()})
+        measured.update({name: size for name, (_, size) in self.arena.regions().items() if size})
         return make_ledger(
             self.plan.items,
             measured,
-            cap_nbytes=self.plan.cap_nbytes,
+            total_nbytes=self.plan.total_nbytes,
             peak_nbytes=memory.peak_nbytes(),
+            together=_TOGETHER,
         )
 
     def read_error(self, error: TiersError) -> AegisError:

@@ -92,6 +92,15 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat(talk: Talk) -> None:
     assert talk.process.wait(30) == 0
 
 
+@pytest.mark.parametrize("talk", [["-n", "3", "-c", "256"]], indirect=True)
+def test_quiet_says_nothing_before_the_first_line_and_a_mistyped_command_is_no_prompt(
+    talk: Talk,
+) -> None:
+    assert talk.until("> ") == "> "
+    talk.type("/quit")
+    assert "there is no /quit" in talk.until("> ")
+
+
 @pytest.mark.parametrize("talk", [["-n", "100", "-c", "32"]], indirect=True)
 def test_a_full_context_is_said(talk: Talk) -> None:
     talk.until("> ")

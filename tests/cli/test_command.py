@@ -123,8 +123,11 @@ def test_piped_text_is_the_prompt(aegis: Aegis, small_model: str) -> None:
 
 def test_verbose_adds_the_ledger(aegis: Aegis, small_model: str) -> None:
     done = aegis("run", small_model, "one", "--raw", "-n", "1", "-v", *SMALL)
-    assert "planned" in done.stderr
-    assert "measured" in done.stderr
+    ledger = done.stderr[done.stderr.index("ledger") :].splitlines()
+    assert ledger[0].split() == ["ledger", "planned", "measured"]
+    rows = {line.split("  ")[0] for line in ledger[1:]}
+    assert {"runtime", "resident weights", "KV cache", "slots", "total"} <= rows
+    assert not any(" 0 B" in line for line in ledger)
 
 
 def test_a_model_without_a_chat_template_says_to_use_raw(aegis: Aegis, small_model: str) -> None:
@@ -179,6 +182,16 @@ def test_convert_prints_the_store_and_verify_finds_damage(
     damaged = aegis("verify", str(store), "--json")
     assert (damaged.returncode, json.loads(damaged.stdout)["ok"]) == (1, False)
     assert "convert the model again" in damaged.stderr
+
+
+def test_the_embedded_model_converts_into_a_folder_of_ones_own(
+    aegis: Aegis, tmp_path: Path
+) -> None:
+    made = aegis("convert", "--output", "mine")
+    assert (made.returncode, made.stdout) == (0, f"{tmp_path / 'mine'}\n")
+    assert aegis("verify", "mine").returncode == 0
+    twice = aegis("convert", "mine", "other", "-o", "third")
+    assert (twice.returncode, "given twice" in twice.stderr) == (2, True)
 
 
 def test_verify_of_what_was_never_converted_names_the_command(aegis: Aegis, tmp_path: Path) -> None:

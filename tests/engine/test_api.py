@@ -15,6 +15,7 @@ import aegis
 from aegis import Engine, GenerationResponse, generate, load, stream_generate
 from aegis.convert.cache import cache_folder
 from aegis.engine import memory
+from aegis.engine.generate import Clock
 from aegis.engine.sampling import Sampler
 from aegis.errors import CheckpointError, PlanError, UsageError
 from aegis.text.tokenizer import Tokenizer
@@ -125,6 +126,17 @@ def test_responses_have_the_fields_of_mlx_lm(loaded: Loaded) -> None:
         # GB, as in mlx-lm: this process holds at least an interpreter and less than a server.
         assert 0.01 < response.peak_memory < 64
     assert last.generation_tokens == 5
+
+
+def test_prompt_speed_does_not_count_what_the_cache_holds(loaded: Loaded) -> None:
+    model, tokenizer = loaded
+    ids = tokenizer.encode(TEXT)
+    assert len(ids) > 2
+    model.score([ids[0] + 1])
+    assert model.uncached(ids) == len(ids)
+    model.score(ids)
+    assert Clock.start(model, ids).computed == model.uncached(ids) == 1
+    assert Clock.start(model, [*ids, 3, 4]).computed == 2
 
 
 def test_an_end_token_ends_with_stop_and_is_not_shown(

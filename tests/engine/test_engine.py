@@ -411,17 +411,15 @@ def test_the_ledger_has_every_item_and_none_takes_more_than_planned(
     with open_small(store, **options) as engine:
         engine.score(IDS, last=None)
         rows = engine.ledger()
-        names = [row.item for row in rows]
-        assert names[: len(engine.plan.items)] == [name for name, _ in engine.plan.items]
-        assert len(set(names)) == len(names)
         *items, total = rows
-        assert total.item == "total"
-        assert total.planned_nbytes == engine.plan.cap_nbytes
+        assert len({row.item for row in rows}) == len(rows)
+        assert (total.item, total.planned_nbytes) == ("total", engine.plan.total_nbytes)
         assert total.measured_nbytes is not None
-        assert sum(row.planned_nbytes for row in items if row.item in dict(engine.plan.items)) == (
-            engine.plan.total_nbytes
-        )
+        assert sum(row.planned_nbytes for row in items) == engine.plan.total_nbytes
         measured = {row.item: row.measured_nbytes for row in rows}
+        for row in items:
+            taken = row.measured_nbytes if row.item != "runtime" else None
+            assert taken is None or taken <= row.planned_nbytes, row
         assert measured["kv_cache"] == dict(engine.plan.items)["kv_cache"]
         # The process that runs the tests is no fair measure of the runtime.
         regions = sum(size for _, size in engine._opened.arena.regions().values())

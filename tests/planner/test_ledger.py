@@ -22,7 +22,7 @@ def test_the_ledger_has_every_planned_item_and_hides_nothing_measured() -> None:
     rows = make_ledger(
         [("runtime", 50), ("kv_cache", 5)],
         {"runtime": 48, "surprise": 3},
-        cap_nbytes=60,
+        total_nbytes=60,
         peak_nbytes=55,
     )
     assert rows == [
@@ -37,7 +37,7 @@ def test_items_measured_together_are_one_row_at_the_place_of_the_first() -> None
     rows = make_ledger(
         [("staging", 2), ("kv_cache", 5), ("hot_tier", 8)],
         {"slots": 10, "kv_cache": 5},
-        cap_nbytes=60,
+        total_nbytes=60,
         peak_nbytes=55,
         together={"slots": ("staging", "hot_tier")},
     )

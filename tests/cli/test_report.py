@@ -1,0 +1,47 @@
+"""Figures and endings, from the object of --json."""
+
+import subprocess
+import sys
+
+import pytest
+
+from aegis.cli.report import check_cap, figures
+from aegis.errors import CapExceededError
+
+RESULT = {
+    "plan": {"cap_nbytes": 1 << 30},
+    "prompt_tokens": 40,
+    "prompt_tps": 20.0,
+    "generation_tokens": 5,
+    "generation_tps": 10.0,
+    "ttft_s": 0.5,
+    "hit_rate": 0.9,
+    "read_nbytes_per_token": 1024.0,
+    "wait_s": 0.0,
+    "peak_nbytes": 1 << 30,
+}
+
+
+def test_figures_tell_cached_prompt_tokens_from_computed_ones() -> None:
+    assert "40 prompt tokens, 20.0 tok/s" in figures(RESULT)
+    assert "40 prompt tokens (30 cached), 20.0 tok/s" in figures(RESULT, 30)
+
+
+def test_a_peak_above_the_cap_is_an_error_with_its_own_exit_code() -> None:
+    check_cap(RESULT)
+    with pytest.raises(CapExceededError, match="1073741825B, above the cap of 1073741824B") as told:
+        check_cap(RESULT | {"peak_nbytes": (1 << 30) + 1})
+    assert told.value.exit_code == 4
+
+
+def test_without_compiled_kernels_auto_says_why_it_is_slow() -> None:
+    code = (
+        "import sys; sys.modules['aegis.kernels.native._native'] = None; "
+        "from aegis.cli.app import _guarded; sys.exit(_guarded(['plan', '--cap', '1GiB']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "install a C++17 compiler" in done.stderr
+    assert "slowly" in done.stderr
