@@ -203,9 +203,3 @@ def load_config(folder: Path) -> ModelConfig:
     """The config of a checkpoint folder."""
     path = folder / "config.json"
     return ModelConfig(read_json(path), str(path))
-
-
-def load_generation_config(folder: Path) -> dict[str, Any]:
-    """generation_config.json of a checkpoint or store folder; empty where there is none."""
-    path = folder / "generation_config.json"
-    return read_json(path) if path.exists() else {}

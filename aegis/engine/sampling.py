@@ -90,7 +90,7 @@ class Sampler:
         history is the prompt's and the generated tokens so far, oldest first.
         """
         if logits.ndim != 1 or logits.size == 0:
-            raise AegisError(f"Logits must have shape [vocab_size], got {logits.shape}.")
+            raise AegisError(f"logits must have shape [vocab_size], got {logits.shape}")
         if self.uses_history:
             logits = self._penalise(logits, history)
         best = int(np.argmax(logits))  # finds NaN as well: numpy ranks it first
@@ -204,9 +204,9 @@ def _not_finite(token: int, value: float) -> str:
     if math.isnan(value):
         return (
             f"The model's logits hold NaN (first at token {token}), so no token can be chosen; "
-            "run `aegis verify` on the store."
+            "run `aegis verify` on the store"
         )
-    return f"The model's largest logit is {value} (token {token}), so no token can be chosen."
+    return f"the model's largest logit is {value} (token {token}), so no token can be chosen"
 
 
 def _check_settings(
@@ -219,21 +219,21 @@ def _check_settings(
     repeat_last_n: int,
 ) -> None:
     wrong = {
-        f"temperature must be a number of at least 0 (0 is greedy), got {temperature}.": not (
+        f"temperature must be a number of at least 0 (0 is greedy), got {temperature}": not (
             0.0 <= temperature < math.inf
         ),
-        f"top_p must be above 0 and at most 1 (1 turns it off), got {top_p}.": not (
+        f"top_p must be above 0 and at most 1 (1 turns it off), got {top_p}": not (
             0.0 < top_p <= 1.0
         ),
-        f"top_k must be at least 1, or 0 to turn it off, got {top_k}.": top_k < -1,
-        f"min_p must be at least 0 and at most 1 (0 turns it off), got {min_p}.": not (
+        f"top_k must be at least 1, or 0 to turn it off, got {top_k}": top_k < -1,
+        f"min_p must be at least 0 and at most 1 (0 turns it off), got {min_p}": not (
             0.0 <= min_p <= 1.0
         ),
-        f"seed must be a whole number of at least 0, got {seed}.": seed is not None and seed < 0,
-        f"repeat_penalty must be above 0 (1 turns it off), got {repeat_penalty}.": not (
+        f"seed must be a whole number of at least 0, got {seed}": seed is not None and seed < 0,
+        f"repeat_penalty must be above 0 (1 turns it off), got {repeat_penalty}": not (
             0.0 < repeat_penalty < math.inf
         ),
-        f"repeat_last_n must be -1 (all), 0 (none) or a number of tokens, got {repeat_last_n}.": (
+        f"repeat_last_n must be -1 (all), 0 (none) or a number of tokens, got {repeat_last_n}": (
             repeat_last_n < -1
         ),
     }

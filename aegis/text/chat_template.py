@@ -55,7 +55,7 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             raise TokenizerError(
                 f"The chat template in {self.origin} is not valid Jinja (line {error.lineno}: "
-                f"{error.message}); pass another one with --chat-template."
+                f"{error.message}); pass another one with --chat-template"
             ) from error
         except (TemplateError, *_RUN_ERRORS) as error:
             raise TokenizerError(
@@ -101,11 +101,11 @@ class ChatTemplates:
         if self._templates:
             raise TokenizerError(
                 f"{self._folder} has several chat templates and none is the default; name one with "
-                f"--chat-template: {', '.join(sorted(self._templates))}."
+                f"--chat-template: {', '.join(sorted(self._templates))}"
             )
         raise TokenizerError(
             f"{self._folder} has no chat template (chat_template.jinja or tokenizer_config.json); "
-            "use --raw to send the prompt as it is, or pass one with --chat-template."
+            "use --raw to send the prompt as it is, or pass one with --chat-template"
         )
 
 
@@ -144,7 +144,7 @@ def _from_config(config: Mapping[str, Any], origin: str) -> dict[str, ChatTempla
         named = value if isinstance(value, dict) else {t["name"]: t["template"] for t in value}
     except (LookupError, TypeError) as error:
         raise TokenizerError(
-            f"chat_template in {origin} must be a template or a list of name and template."
+            f"chat_template in {origin} must be a template or a list of name and template"
         ) from error
     return {str(name): ChatTemplate(str(text), origin) for name, text in named.items()}
 
@@ -158,7 +158,7 @@ def _overridden(override: str, found: Mapping[str, ChatTemplate]) -> ChatTemplat
         return ChatTemplate(_read_text(Path(override)), override)
     raise UsageError(
         f"--chat-template {override!r} is neither a file, nor the name of one of the model's "
-        "templates, nor a Jinja template."
+        "templates, nor a Jinja template"
     )
 
 

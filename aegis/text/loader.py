@@ -57,7 +57,7 @@ def load(path: Path) -> tokenizers.Tokenizer:
     except OSError as error:
         raise TokenizerError(
             f"{path} cannot be read ({error.strerror}); a model folder needs the tokenizer.json it "
-            "was published with, so copy or download it into the folder."
+            "was published with, so copy or download it into the folder"
         ) from error
     try:
         with tempfile.TemporaryDirectory(prefix="aegis-") as folder:
@@ -75,7 +75,7 @@ def _load_whole(path: Path) -> tokenizers.Tokenizer:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise TokenizerError(
-            f"{path} is not a tokenizer that can be read ({error}); download it again."
+            f"{path} is not a tokenizer that can be read ({error}); download it again"
         ) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()

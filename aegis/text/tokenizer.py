@@ -184,7 +184,7 @@ class Tokenizer:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
     ) -> ChatTemplate:
         if not messages or not all(isinstance(message, Mapping) for message in messages):
-            raise UsageError("A chat needs at least one message, each with a role and its content.")
+            raise UsageError("a chat needs at least one message, each with a role and its content")
         return self.chat_templates.choose(tools=tools is not None)
 
     def _surrounded(self, ids: list[int]) -> list[int]:
@@ -270,10 +270,10 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     except (OSError, ValueError) as error:
         raise TokenizerError(
-            f"{path} cannot be read as JSON ({error}); download it again."
+            f"{path} cannot be read as JSON ({error}); download it again"
         ) from error
     if not isinstance(content, dict):
-        raise TokenizerError(f"{path} must hold a JSON object; download it again.")
+        raise TokenizerError(f"{path} must hold a JSON object; download it again")
     return content
 
 
@@ -293,7 +293,7 @@ def _token_names(folder: Path) -> dict[str, Any]:
             config[name] = content
         elif content is not None:
             raise TokenizerError(
-                f"{name} in {folder / 'tokenizer_config.json'} must be a string, got {content!r}."
+                f"{name} in {folder / 'tokenizer_config.json'} must be a string, got {content!r}"
             )
     return config
 
@@ -307,7 +307,7 @@ def _eos_ids(config: Mapping[str, Any]) -> frozenset[int]:
             if isinstance(token_id, int) and not isinstance(token_id, bool):
                 found.add(token_id)
             elif token_id is not None:
-                raise TokenizerError(f"eos_token_id must be a token id or a list, got {value!r}.")
+                raise TokenizerError(f"eos_token_id must be a token id or a list, got {value!r}")
     return frozenset(found)
 
 
@@ -330,7 +330,7 @@ def _add_missing(
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise TokenizerError(
             f"tokenizer_config.json lists added tokens that cannot be read ({error!r}); download "
-            "it again."
+            "it again"
         ) from error
     for content, token in wanted.items():
         fits = vocab_size is None or backend.get_vocab_size() < vocab_size

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from aegis.checkpoint.config import ModelConfig, QuantSpec, load_config, load_generation_config
+from aegis.checkpoint.config import ModelConfig, QuantSpec, load_config
 from aegis.errors import CheckpointError
 
 
@@ -104,11 +104,6 @@ def test_a_file_that_is_no_json_object_is_refused(tmp_path: Path, text: str) -> 
         load_config(tmp_path)
 
 
-def test_a_missing_config_is_refused_and_a_missing_generation_config_is_empty(
-    tmp_path: Path,
-) -> None:
+def test_a_missing_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json is missing"):
         load_config(tmp_path)
-    assert load_generation_config(tmp_path) == {}
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
-    assert load_generation_config(tmp_path) == {"eos_token_id": [1, 2]}
