@@ -2,9 +2,10 @@
 
     python tools/bench_kernels.py [--isa avx2] [--file-dir DIR] [--json]
 
-Everything is measured in one run, in turns and in windows of about a millisecond, best of many, so
-that the ratios hold on a busy machine too. Weights come from a working set far larger than the
-caches, in huge pages; each window takes the next part of it.
+Everything is measured in one run, in turns and in windows of about a millisecond. The speed printed
+is the best of many; the share of the limit is the median over rounds, each of which compares a
+kernel with the limit measured beside it, so that it holds on a machine whose limit moves. Weights
+come from a working set far larger than the caches, in huge pages; each window takes the next part.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import itertools
 import json
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -20,7 +22,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,6 +38,7 @@ WINDOW_NBYTES = 16 << 20
 WINDOWS = ARENA_NBYTES // WINDOW_NBYTES
 HIDDEN, INNER, CHOICES = 2048, 512, 8
 GEMM_ROWS = (1, 4, 16, 64, 512)
+GEMV_ROWS = 4096
 Row = dict[str, Any]
 
 
@@ -58,10 +61,20 @@ def fill(arena: Any) -> None:
         arena[start : start + len(pattern)] = pattern[: len(arena) - start]
 
 
-def best(repeats: int, *timers: Callable[[], float]) -> list[float]:
-    """The smallest of each timer's values, taken in turns."""
+class Measured(NamedTuple):
+    """One timer's best value, and the median of the first timer's value over its own."""
+
+    best: float
+    share: float
+
+
+def in_turns(repeats: int, *timers: Callable[[], float]) -> list[Measured]:
+    """Every timer once a round; the first one measures the limit."""
     rounds = [[timer() for timer in timers] for _ in range(repeats)]
-    return [min(values) for values in zip(*rounds, strict=True)]
+    return [
+        Measured(min(values), statistics.median(r[0] / r[i] for r in rounds))
+        for i, values in enumerate(zip(*rounds, strict=True))
+    ]
 
 
 def read_time(pool: Any, base: int, turn: Iterator[int]) -> float:
@@ -75,23 +88,29 @@ def gemv(pool: Any, base: int, repeats: int) -> Iterator[Row]:
     turn = itertools.cycle(range(WINDOWS))
 
     def linears(bits: int) -> float:
-        size = nbytes((2048, HIDDEN), affine(bits), "il16")
+        size = nbytes((GEMV_ROWS, HIDDEN), affine(bits), "il16")
         start, count = base + next(turn) * WINDOW_NBYTES, WINDOW_NBYTES // size
         descs = [
-            _native.LinearDesc(start + i * size, 2048, HIDDEN, bits, "bf16") for i in range(count)
+            _native.LinearDesc(start + i * size, GEMV_ROWS, HIDDEN, bits, "bf16")
+            for i in range(max(count, 1))
         ]
-        return _native.time_linears(pool, descs, 1, 1) / (count * size)
+        return float(_native.time_linears(pool, descs, 1, 1)) / (len(descs) * size)
 
     timers = [partial(linears, bits) for bits in (4, 3, 8)]
-    limit, *times = best(repeats, partial(read_time, pool, base, turn), *timers)
-    yield row("read memory", pool, 1e-9 / limit, "GB/s", 1e-9 / limit)
-    for bits, seconds in zip((4, 3, 8), times, strict=True):
-        yield row(f"GEMV {bits}-bit", pool, 1e-9 / seconds, "GB/s", 1e-9 / limit)
+    limit, *kernels = in_turns(repeats, partial(read_time, pool, base, turn), *timers)
+    yield row("read memory", pool, 1e-9 / limit.best, "GB/s", limit.share)
+    for bits, kernel in zip((4, 3, 8), kernels, strict=True):
+        yield row(f"GEMV {bits}-bit", pool, 1e-9 / kernel.best, "GB/s", kernel.share)
 
 
 def seconds_per_flop(pool: Any) -> float:
     """At the peak rate of multiply-adds."""
     return 1.0 / float(_native.fma_peak(pool, 1))
+
+
+def linear_per_flop(pool: Any, descs: list[Any], rows: int, flops: float) -> float:
+    """Seconds per operation of one product with ``rows`` rows."""
+    return float(_native.time_linears(pool, descs, rows, 1)) / flops
 
 
 def gemm(pool: Any, base: int, repeats: int) -> Iterator[Row]:
@@ -101,13 +120,12 @@ def gemm(pool: Any, base: int, repeats: int) -> Iterator[Row]:
     for bits in (4, 3, 8):
         descs = [_native.LinearDesc(base, rows, HIDDEN, bits, "bf16")]
         timers: list[Callable[[], float]] = [partial(seconds_per_flop, pool)]
-        timers += [lambda m=m, d=descs: _native.time_linears(pool, d, m, 1) for m in GEMM_ROWS]
-        peak, *times = best(-(-repeats // 4), *timers)
+        timers += [partial(linear_per_flop, pool, descs, m, flops * m) for m in GEMM_ROWS]
+        peak, *kernels = in_turns(-(-repeats // 4), *timers)
         if bits == 4:
-            yield row("multiply-add", pool, 1e-9 / peak, "GFLOP/s", 1e-9 / peak)
-        for m, seconds in zip(GEMM_ROWS, times, strict=True):
-            rate = flops * m / seconds / 1e9
-            yield row(f"GEMM {bits}-bit M={m}", pool, rate, "GFLOP/s", 1e-9 / peak)
+            yield row("multiply-add", pool, 1e-9 / peak.best, "GFLOP/s", peak.share)
+        for m, kernel in zip(GEMM_ROWS, kernels, strict=True):
+            yield row(f"GEMM {bits}-bit M={m}", pool, 1e-9 / kernel.best, "GFLOP/s", kernel.share)
 
 
 def ffn_spec(bits: int) -> ExpertsSpec:
@@ -170,10 +188,10 @@ def ffn(pool: Any, base: int, repeats: int) -> Iterator[Row]:
             yield (round_ * len(specs) + WINDOWS // 2) % WINDOWS
 
     timers = [partial(call, bits) for bits in specs]
-    limit, *times = best(repeats, partial(read_time, pool, base, far_away()), *timers)
-    for bits, seconds in zip(specs, times, strict=True):
+    _, *kernels = in_turns(repeats, partial(read_time, pool, base, far_away()), *timers)
+    for bits, kernel in zip(specs, kernels, strict=True):
         name = f"FFN {CHOICES} experts {bits}-bit"
-        yield row(name, pool, 1e-9 / seconds, "GB/s", 1e-9 / limit)
+        yield row(name, pool, 1e-9 / kernel.best, "GB/s", kernel.share)
 
 
 def reads(arena: Any, base: int, folder: Path, repeats: int) -> Iterator[Row]:
@@ -214,18 +232,18 @@ def reads(arena: Any, base: int, folder: Path, repeats: int) -> Iterator[Row]:
                 readers.close()
                 return seconds
 
-            probe, engine = best(repeats, bare, pool)
+            probe, engine = in_turns(repeats, bare, pool)
         finally:
             os.close(fd)
-    limit = count * record / probe / 1e9
+    limit = count * record / probe.best / 1e9
     yield Row(name="read disk", isa="", threads=threads, value=limit, unit="GB/s", ratio=1.0)
-    value = count * record / engine / 1e9
+    value = count * record / engine.best / 1e9
     yield Row(
-        name="read pool", isa="", threads=threads, value=value, unit="GB/s", ratio=value / limit
+        name="read pool", isa="", threads=threads, value=value, unit="GB/s", ratio=engine.share
     )
 
 
-def row(name: str, pool: Any, value: float, unit: str, limit: float) -> Row:
+def row(name: str, pool: Any, value: float, unit: str, share: float) -> Row:
     """One measurement and its share of the limit."""
     return Row(
         name=name,
@@ -233,7 +251,7 @@ def row(name: str, pool: Any, value: float, unit: str, limit: float) -> Row:
         threads=pool.threads,
         value=value,
         unit=unit,
-        ratio=value / limit,
+        ratio=share,
     )
 
 
