@@ -62,7 +62,8 @@ class ReferenceRouter:
         normed = rms_norm(x, self._next["norm"], spec.rms_norm_eps)
         logits = linear(normed, positions, self._next["gate"])
         if len(x) == 1:
-            return top_k(logits, min(candidates, spec.num_experts))[0].astype(np.int32)
+            best = top_k(logits, min(candidates, spec.num_experts))
+            return np.asarray(best[0], np.int32)
         chosen = top_k(logits, spec.num_experts_per_tok)
         counts = np.bincount(chosen.reshape(-1), minlength=spec.num_experts)
         ranked = np.argsort(-counts, kind="stable")
