@@ -130,13 +130,15 @@ def generate(
     model: Engine,
     tokenizer: Tokenizer,
     prompt: Prompt,
-    max_tokens: int = 256,
     verbose: bool = False,
     **options: Any,
 ) -> str:
-    """Generate and return the text; ``verbose`` also streams it to stdout."""
+    """Generate and return the text; ``verbose`` also streams it to stdout.
+
+    ``options`` are those of ``stream_generate``.
+    """
     pieces = []
-    for response in stream_generate(model, tokenizer, prompt, max_tokens, **options):
+    for response in stream_generate(model, tokenizer, prompt, **options):
         pieces.append(response.text)
         if verbose:
             print(response.text, end="", flush=True, file=sys.stdout)
