@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from aegis.errors import BackendError, UsageError
 from aegis.kernels import registry
 from aegis.kernels.base import BackendUnavailableError, WorkspaceSpec
 from aegis.kernels.sizes import align_up
+from aegis.kernels.threads import default_threads, usable_processors
 from aegis.models import family
 from aegis.planner import MemoryPlan, PlanRequest, PrefillOption
 from aegis.planner import make_plan as plan_request
@@ -93,16 +93,12 @@ def backend_layout(backend: str) -> Layout:
 
 
 def compute_threads(requested: int | None) -> int:
-    """Threads to compute with: as asked for, never more than the cores the process may use.
+    """Threads to compute with: as asked for, never more than the processors there are.
 
-    Raises:
-        UsageError: fewer than one.
+    Without a request a container's quota counts too: more threads than it keeps busy wait for
+    each other.
     """
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    if requested is not None and requested < 1:
-        raise UsageError(f"threads is {requested}; it must be at least 1")
-    return min(requested or cores, cores)
+    return default_threads() if requested is None else min(requested, usable_processors())
 
 
 def store_layout(path: str | Path, backend: str) -> StoreLayout:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,18 +30,7 @@ from aegis.kernels.native.head import NativeHead
 from aegis.kernels.native.moe import NativeExperts
 from aegis.kernels.native.router import NativeRouter
 from aegis.kernels.native.workspace import Workspace
-
-CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
-
-
-def default_threads() -> int:
-    """Processors this process may use, by affinity and by a container's quota."""
-    processors = _native.usable_processors()
-    try:
-        quota, period = CPU_QUOTA.read_text().split()
-        return max(1, min(processors, -(-int(quota) // int(period))))
-    except (OSError, ValueError):
-        return processors
+from aegis.kernels.threads import default_threads
 
 
 class NativeBackend:

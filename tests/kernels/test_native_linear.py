@@ -1,6 +1,5 @@
 """Native linear kernels: exact order of sums, and agreement with the numpy truth."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from native_tools import fmt_of, isa, normal, random_arrays, random_weight, stor
 
 from aegis.kernels import formats
 from aegis.kernels.base import Weight
-from aegis.kernels.native import _native, backend
+from aegis.kernels.native import _native
 from aegis.kernels.native.descs import linear_desc
 
 ISAS = _native.isas()
@@ -193,13 +192,3 @@ def test_pool_never_exceeds_the_processors_and_can_be_resized() -> None:
     for threads in (1, 2, 1, 3):
         pool.set_threads(threads)
         assert np.array_equal(linear(weight, x, pool), expected)
-
-
-@pytest.mark.parametrize(("text", "limit"), [("150000 100000", 2), ("max 100000", 9), ("?", 9)])
-def test_threads_follow_a_containers_quota(
-    text: str, limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_native, "usable_processors", lambda: 9)
-    monkeypatch.setattr(backend, "CPU_QUOTA", tmp_path / "cpu.max")
-    (tmp_path / "cpu.max").write_text(text)
-    assert backend.default_threads() == limit
