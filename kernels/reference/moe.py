@@ -66,7 +66,7 @@ class ReferenceRouter:
             return np.asarray(best[0], np.int32)
         chosen = top_k(logits, spec.num_experts_per_tok)
         counts = np.bincount(chosen.reshape(-1), minlength=spec.num_experts)
-        ranked = np.argsort(-counts, kind="stable")
+        ranked: NDArray[np.int64] = np.argsort(-counts, kind="stable")
         return ranked[: np.count_nonzero(counts)].astype(np.int32)
 
 
