@@ -38,7 +38,11 @@ def expected(logits: Floats, top_p: float, top_k: int, min_p: float) -> list[int
     odds = [math.exp(float(logits[token]) - float(logits.max())) for token in order]
     total, above, left = sum(odds), 0.0, []
     for rank, token in enumerate(order):
-        ok = above < top_p * total and odds[rank] >= min_p and (not top_k or rank < top_k)
+        ok = (
+            (top_p == 1.0 or above < top_p * total)
+            and odds[rank] >= min_p
+            and (not top_k or rank < top_k)
+        )
         if ok or rank == 0:
             left.append(token)
         above += odds[rank]
