@@ -14,7 +14,6 @@ import pytest
 import aegis
 from aegis import Engine, GenerationResponse, generate, load, stream_generate
 from aegis.convert.cache import cache_folder
-from aegis.engine import memory
 from aegis.engine.generate import Clock
 from aegis.engine.sampling import Sampler
 from aegis.errors import CheckpointError, PlanError, UsageError
@@ -25,13 +24,7 @@ TEXT = "Once upon a time"
 
 Loaded = tuple[Engine, Tokenizer]
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_open() -> Iterator[None]:
-    """Giving memory back to the system takes most of the time of an open."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "trim", lambda: None)
-        yield
+pytestmark = pytest.mark.usefixtures("quick_open")
 
 
 @pytest.fixture(scope="module")

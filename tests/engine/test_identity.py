@@ -19,7 +19,6 @@ from strategies import Choices, checkpoint_choices, seeds
 from aegis import Engine
 from aegis.checkpoint.store import Store
 from aegis.convert.cache import embedded_path, ensure_store
-from aegis.engine import memory
 from aegis.kernels import registry
 
 CONTEXT = 64
@@ -35,6 +34,8 @@ native: Any = None if NO_NATIVE else import_module("aegis.kernels.native._native
 ISAS: list[str] = native.isas() if native else []
 BEST = native.isa() if native else ""
 
+pytestmark = pytest.mark.usefixtures("quick_open")
+
 
 @contextmanager
 def processor(isa: str | None) -> Iterator[None]:
@@ -47,14 +48,6 @@ def processor(isa: str | None) -> Iterator[None]:
         yield
     finally:
         native.select_isa(BEST)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_open() -> Iterator[None]:
-    """Giving memory back to the system changes no result and takes most of the time of an open."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "trim", lambda: None)
-        yield
 
 
 def run(
