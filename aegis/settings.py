@@ -24,7 +24,18 @@ ALIGNMENT_NBYTES = 64 << 10
 """Padding between the regions of the arena."""
 
 RESERVE_NBYTES = 8 * MIB
-"""Set aside for what cannot be sized ahead: heap growth, thread stacks, page tables."""
+"""Set aside for what cannot be sized ahead: heap growth, page tables."""
+
+SAMPLING_NBYTES_PER_LOGIT = 44
+"""What drawing one token takes at most, per token of the vocabulary: a ranking of all of it."""
+
+PROMPT_NBYTES_PER_TOKEN = 512
+"""What a prompt's text, its encoding and the lists of its ids take for a moment, per token."""
+
+THREAD_NBYTES = 64 << 10
+"""Stacks, the kernel's among them, of one more thread than the reserve covers."""
+
+RESERVED_THREADS = 4
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from aegis.engine.planning import (
     resolve,
     store_layout,
 )
+from aegis.engine.sampling import warm_up
 from aegis.errors import AegisError, PlanError, ReadError, StoreError
 from aegis.kernels import registry
 from aegis.kernels.sizes import align_up
@@ -133,6 +134,7 @@ def open_model(
         on_plan(plan)
     store = ensure_store(source, backend_layout(backend), progress)
     tokenizer = _load_tokenizer(store)
+    warm_up()
     memory.trim()
     try:
         with ExitStack() as undo:

@@ -22,7 +22,11 @@ from aegis.settings import (
     IO_NBYTES,
     LOGIT_ROWS,
     PREFILL_STEPS,
+    PROMPT_NBYTES_PER_TOKEN,
     RESERVE_NBYTES,
+    RESERVED_THREADS,
+    SAMPLING_NBYTES_PER_LOGIT,
+    THREAD_NBYTES,
     Settings,
     runtime_figures,
 )
@@ -186,8 +190,16 @@ def _plan_request(request: Request) -> PlanRequest:
         max_slots=settings.max_slots,
         logits_nbytes=logits,
         io_nbytes=IO_NBYTES,
-        reserve_nbytes=RESERVE_NBYTES,
+        reserve_nbytes=_reserve_nbytes(request),
     )
+
+
+def _reserve_nbytes(request: Request) -> int:
+    """The reserve, with what grows by the vocabulary, the prompt and the threads."""
+    threads = max(0, request.threads + request.settings.io_threads - RESERVED_THREADS)
+    sampling = SAMPLING_NBYTES_PER_LOGIT * request.shape.vocab_size
+    prompt = PROMPT_NBYTES_PER_TOKEN * request.context
+    return RESERVE_NBYTES + align_up(sampling + prompt + threads * THREAD_NBYTES, _ROW_ALIGN)
 
 
 def make_plan(path: str | Path, settings: Settings) -> MemoryPlan:

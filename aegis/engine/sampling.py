@@ -36,6 +36,13 @@ _UNDERFLOW = -700.0
 _TAYLOR = tuple(1.0 / math.factorial(k) for k in range(13, -1, -1))
 
 
+def warm_up() -> None:
+    """Run every step once on a few logits, so that the code pages they need have been read."""
+    few = np.linspace(0.0, 1.0, 4096, dtype=np.float32)
+    for settings in ({"top_p": 1.0 - 1e-9, "repeat_penalty": 1.1}, {"top_k": 8}, {}):
+        Sampler(temperature=1.0, seed=0, **settings).sample(few, [1])
+
+
 def exp(x: Doubles) -> Doubles:
     """Return e**x for x <= 0 from IEEE operations only; below -700 it is 0."""
     clipped = np.maximum(x, _UNDERFLOW)
@@ -117,8 +124,8 @@ class Sampler:
 
     def _draw_filtered(self, logits: Floats, peak: float) -> int:
         ids = self._kept(logits, peak)
-        weights = exp(_scaled(logits[ids], peak, self.temperature))
-        steps = np.cumsum(weights)
+        steps = _weights(logits, ids, peak, self.temperature)
+        np.cumsum(steps, out=steps)
         return int(ids[_pick(steps, self._uniform() * float(steps[-1]))])
 
     def _kept(self, logits: Floats, peak: float) -> Ids:
@@ -130,8 +137,9 @@ class Sampler:
         size = min(_FIRST_GUESS, limit)
         while True:
             ids = _ranked(logits, size)
-            odds = exp(_scaled(logits[ids], peak, 1.0))
-            above = np.cumsum(odds) - odds  # mass ranked before each candidate
+            odds = _weights(logits, ids, peak, 1.0)
+            above = np.cumsum(odds)
+            above -= odds  # mass ranked before each candidate
             kept = int(np.count_nonzero((above < needed) & (odds >= self.min_p)))
             if kept < size or size == limit:
                 return ids[: max(kept, 1)]
@@ -165,6 +173,15 @@ def _scaled(values: Floats, peak: float, temperature: float) -> Doubles:
         with np.errstate(over="ignore"):
             shifted /= temperature
     return shifted
+
+
+def _weights(logits: Floats, ids: Ids, peak: float, temperature: float) -> Doubles:
+    """Return exp((logit - peak) / temperature) for ids, block by block."""
+    weights: Doubles = np.empty(ids.size, np.float64)
+    for start in range(0, ids.size, _BLOCK):
+        block = slice(start, start + _BLOCK)
+        weights[block] = exp(_scaled(logits[ids[block]], peak, temperature))
+    return weights
 
 
 def _total(logits: Floats, peak: float, temperature: float) -> float:

@@ -101,6 +101,25 @@ def test_the_peak_without_a_limit_is_below_the_cap(cli: Cli, smallest_cap: int, 
     assert report["peak_nbytes"] <= cap
 
 
+def test_sampling_among_all_tokens_stays_below_the_cap(cli: Cli, smallest_cap: int) -> None:
+    drawn = ["--temp", "2", "--top-p", "0.999999", "--repeat-penalty", "1.1", "--seed", "1"]
+    command = cli.generate(smallest_cap, "--json", "-n", "20", *drawn)
+    result = cgroup.run(command, None, env=cli.env)
+    assert result.rc == 0, result.stderr
+    assert result.peak_nbytes <= smallest_cap
+
+
+@pytest.mark.parametrize("nbytes", [100_000, 10_000_000])
+def test_a_prompt_far_too_long_is_refused_inside_the_cap(
+    cli: Cli, smallest_cap: int, nbytes: int
+) -> None:
+    command = cli.command("run", "--cap", f"{smallest_cap}B", "-q")
+    text = "The quick brown fox jumps. "
+    prompt = text * (nbytes // len(text))
+    result = cgroup.run(command, smallest_cap, env=cli.env, stdin=prompt)
+    assert (result.rc, result.oom_kills) == (2, 0), result.stderr
+
+
 def test_the_tokens_are_the_same_at_every_cap(cli: Cli, smallest_cap: int) -> None:
     runs = [
         json.loads(cli.run(cli.generate(smallest_cap + above, "--json")).stdout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from aegis.engine import sampling
 from aegis.engine.sampling import Sampler
 from aegis.errors import AegisError, UsageError
+from aegis.settings import SAMPLING_NBYTES_PER_LOGIT
 
 Floats = NDArray[np.float32]
 
@@ -225,3 +227,15 @@ def test_logits_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
 def test_settings_out_of_range_are_refused_by_name(settings: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(settings))):
         Sampler(**settings)
+
+
+@pytest.mark.parametrize("settings", [{"top_p": 0.999999}, {"min_p": 1e-9}, {"top_k": 40000}])
+def test_filters_that_keep_everything_work_in_a_few_arrays(settings: dict[str, Any]) -> None:
+    logits = np.zeros(49152, np.float32)
+    sampler = Sampler(temperature=1.0, seed=1, **settings)
+    sampler.sample(logits)
+    tracemalloc.start()
+    sampler.sample(logits)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak <= SAMPLING_NBYTES_PER_LOGIT * logits.size
