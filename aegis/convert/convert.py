@@ -35,6 +35,7 @@ from aegis.convert.layout import layout_of, resolve_checkpoint
 from aegis.convert.names import Resolved
 from aegis.convert.source_data import Streams, packed
 from aegis.convert.three_bit import write_3bit
+from aegis.convert.verify import verify
 from aegis.errors import StoreError
 from aegis.kernels.base import Layout
 from aegis.kernels.sizes import RECORD_ALIGN, RESIDENT_ALIGN
@@ -59,7 +60,8 @@ def convert(
 
     A store of the same checkpoint and layout that is there already is used. ``piece_nbytes``
     bounds each buffer; the whole conversion holds a few of them and two expert records.
-    ``replace_damaged``: a store at ``destination`` that cannot be opened is converted anew.
+    ``replace_damaged``: a store at ``destination`` that cannot be opened, or whose checksums
+    are not those of its contents, is converted anew.
 
     Raises:
         CheckpointError: the source is damaged, incomplete or not supported.
@@ -104,6 +106,8 @@ def _existing(target: Path, layout: Layout, identity: str, replace_damaged: bool
             f"{target} holds the store of another checkpoint or layout; remove it or choose"
             " another destination"
         )
+    if replace_damaged and not verify(store).ok:
+        return None
     return store
 
 

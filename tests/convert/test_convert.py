@@ -187,6 +187,17 @@ def test_an_existing_store_of_the_same_checkpoint_is_used(tmp_path: Path) -> Non
     assert not calls
 
 
+def test_a_store_whose_contents_are_damaged_is_converted_anew_where_that_is_allowed(
+    tmp_path: Path,
+) -> None:
+    source = write_checkpoint(tmp_path / "m", 0)
+    store = convert(source, tmp_path / "s")
+    record = next((store.path / "experts").iterdir())
+    record.write_bytes(b"\xff" * record.stat().st_size)
+    assert not verify(convert(source, tmp_path / "s")).ok
+    assert verify(convert(source, tmp_path / "s", replace_damaged=True)).ok
+
+
 def test_an_empty_folder_may_be_the_destination(tmp_path: Path) -> None:
     (tmp_path / "s").mkdir()
     assert convert(write_checkpoint(tmp_path / "m"), tmp_path / "s").path == tmp_path / "s"
