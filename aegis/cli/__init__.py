@@ -6,9 +6,13 @@ from __future__ import annotations
 def main() -> None:
     """Entry point of the ``aegis`` command."""
     import os
-
-    from aegis.cli.app import run_command
+    import sys
 
     # Our kernels have their own threads; numpy's BLAS would keep buffers and spin beside them.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    run_command()
+    try:
+        from aegis.cli.app import run_command
+
+        run_command()
+    except KeyboardInterrupt:
+        sys.exit(130)

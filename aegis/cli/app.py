@@ -58,9 +58,13 @@ def run_command(arguments: Sequence[str] | None = None) -> None:
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     code = _guarded(arguments)
     try:
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except BrokenPipeError:
         _forget_stdout()
+    except OSError as error:
+        _forget_stdout()
+        code = _fail(_system_error(error), 1)
     sys.exit(code)
 
 
@@ -87,14 +91,22 @@ def _guarded(arguments: Sequence[str] | None) -> int:
         return 0
     except MemoryError:
         return _fail("the system gave no more memory; use a smaller --cap or --ctx-size", 1)
+    except OSError as error:
+        return _fail(_system_error(error), 1)
     except Exception as error:
         if os.environ.get("AEGIS_TRACEBACK"):
             raise
         return _fail(f"{type(error).__name__}: {error} (AEGIS_TRACEBACK=1 shows where)", 1)
 
 
+def _system_error(error: OSError) -> str:
+    """What the system refused, and for which file where there is one."""
+    where = f"{error.filename}: " if error.filename else "reading or writing failed: "
+    return f"{where}{error.strerror or error}"
+
+
 def _fail(sentence: str, code: int) -> int:
-    with contextlib.suppress(BrokenPipeError):
+    with contextlib.suppress(OSError):
         click.echo(f"error: {sentence}", err=True)
     return code
 

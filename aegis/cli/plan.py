@@ -42,7 +42,7 @@ def command(positional: str | None, **options: Any) -> int:
     choice = choose_caps(options)
     if choice.note and not options["quiet"]:
         note(choice.note)
-    folder = model_folder(resolve_model(positional or options["model"]))
+    folder = model_folder(resolve_model(options["model"] if positional is None else positional))
     plan = plan_for(folder, choice.single, options)
     _show(plan, folder, options)
     if not plan.feasible:

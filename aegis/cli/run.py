@@ -46,7 +46,11 @@ def command(positionals: tuple[str, ...], **options: Any) -> int:
     The memory plan and the figures go to stderr, only the answer goes to stdout.
     """
     request = resolve_request(
-        positionals, options["model"], options["prompt"], options["prompt_file"]
+        positionals,
+        options["model"],
+        options["prompt"],
+        options["prompt_file"],
+        options["ctx_size"],
     )
     note_fallback(options)
     choice = choose_caps(options)
@@ -87,8 +91,9 @@ def _one_shot(request: Request, cap_nbytes: int, options: Options) -> int:
 
 
 def _show(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    if sys.stdout is not None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
 
 
 def _ignore(text: str) -> None:

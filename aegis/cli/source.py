@@ -9,12 +9,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import click
 
 from aegis.errors import UsageError
+from aegis.settings import DEFAULT_CONTEXT
 
 SAMPLE_PROMPT = "What is a mixture of experts? Answer in two sentences."
+LONGEST_TOKEN_NBYTES = 128
+"""No text is made of longer tokens than this on average."""
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _PATH_START = ("/", "./", "../", "~")
 
@@ -40,6 +44,8 @@ def resolve_model(text: str | None) -> Path | None:
     """The folder that MODEL names; UsageError says what is supported."""
     if text is None:
         return None
+    if not text:
+        raise UsageError("MODEL is empty; give the folder of a model or a store")
     path = Path(text).expanduser()
     if path.is_dir():
         return path
@@ -58,9 +64,16 @@ def resolve_model(text: str | None) -> Path | None:
 
 
 def resolve_request(
-    positionals: Sequence[str], model: str | None, prompt: str | None, prompt_file: str | None
+    positionals: Sequence[str],
+    model: str | None,
+    prompt: str | None,
+    prompt_file: str | None,
+    context: int | None = None,
 ) -> Request:
-    """Sort MODEL and PROMPT out of positionals, options, a file and piped text."""
+    """Sort MODEL and PROMPT out of positionals, options, a file and piped text.
+
+    Text that no context of ``context`` tokens could hold is refused before it takes memory.
+    """
     left = list(positionals)
     if len(left) > 2:
         raise click.UsageError("too many arguments: at most MODEL and PROMPT (quote the prompt)")
@@ -71,7 +84,8 @@ def resolve_request(
     if left and prompt is not None:
         raise click.UsageError("PROMPT is given twice: as an argument and with --prompt")
     parts = [prompt if prompt is not None else (left[0] if left else None)]
-    parts += [_file_text(prompt_file), _piped_text()]
+    limit_nbytes = (context or DEFAULT_CONTEXT) * LONGEST_TOKEN_NBYTES
+    parts += [_file_text(prompt_file, limit_nbytes), _piped_text(limit_nbytes)]
     given = [part for part in parts if part]
     return Request(resolve_model(model), "\n".join(given) if given else None)
 
@@ -93,16 +107,27 @@ def _exists(text: str) -> bool:
         return False
 
 
-def _file_text(path: str | None) -> str | None:
+def _limited(stream: BinaryIO, limit_nbytes: int) -> bytes:
+    data = stream.read(limit_nbytes + 1)
+    if len(data) > limit_nbytes:
+        raise UsageError(
+            f"the prompt has more than {limit_nbytes} bytes, which the context cannot hold; give"
+            " a shorter one or a larger --ctx-size"
+        )
+    return data
+
+
+def _file_text(path: str | None, limit_nbytes: int) -> str | None:
     if path is None:
         return None
     try:
-        return Path(path).read_text(encoding="utf-8").rstrip("\n")
+        with Path(path).open("rb") as stream:
+            return _limited(stream, limit_nbytes).decode().rstrip("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"the prompt file {path} cannot be read as UTF-8 text: {error}") from None
 
 
-def _piped_text() -> str | None:
+def _piped_text(limit_nbytes: int) -> str | None:
     """Text from a pipe or a redirected file; a terminal and /dev/null have none."""
     if sys.stdin is None or _is_terminal(sys.stdin):
         return None
@@ -112,4 +137,4 @@ def _piped_text() -> str | None:
         mode = stat.S_IFIFO
     if stat.S_ISCHR(mode):
         return None
-    return sys.stdin.buffer.read().decode("utf-8", errors="replace").rstrip("\n")
+    return _limited(sys.stdin.buffer, limit_nbytes).decode(errors="replace").rstrip("\n")

@@ -62,7 +62,11 @@ def command(positionals: tuple[str, ...], **options: Any) -> int:
     are those of the first row.
     """
     request = resolve_request(
-        positionals, options["model"], options["prompt"], options["prompt_file"]
+        positionals,
+        options["model"],
+        options["prompt"],
+        options["prompt_file"],
+        options["ctx_size"],
     )
     note_fallback(options)
     caps = options["cap"] or _spread(model_folder(request.model), options)

@@ -75,6 +75,8 @@ def test_without_a_cap_the_choice_is_printed(aegis: Aegis) -> None:
         (("plan", "-c", "999999"), "context"),
         (("plan", "--embedding", "disk", "--cap", "1GiB"), "tied"),
         (("nonsense",), "No such command"),
+        (("plan", ""), "MODEL is empty"),
+        (("run", "-m", "", "hi"), "MODEL is empty"),
     ],
 )
 def test_usage_errors_exit_2_with_one_sentence(
@@ -239,3 +241,31 @@ def test_an_interrupted_answer_exits_130_without_a_traceback(
         process.stdout.read()
         assert process.stderr.read() == b""
     assert process.returncode == 130
+
+
+@pytest.mark.parametrize("redirect", [">&-", ">&- 2>&-", "2>&-", ">/dev/full", "2>/dev/full"])
+def test_streams_that_are_closed_or_full_are_no_reason_for_a_traceback(
+    command_env: dict[str, str], tmp_path: Path, redirect: str
+) -> None:
+    line = f'"{sys.executable}" -m aegis plan --cap 1GiB {redirect}'
+    done = subprocess.run(
+        ["sh", "-c", line],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=command_env,
+        check=False,
+    )
+    assert done.returncode == int("full" in redirect)
+    assert "Traceback" not in done.stderr
+    if redirect == ">/dev/full":
+        assert done.stderr.splitlines()[-1].startswith("error: ")
+
+
+def test_a_prompt_beyond_any_context_is_refused_before_it_is_read_whole(
+    aegis: Aegis, small_model: str
+) -> None:
+    done = aegis("run", "-m", small_model, "--raw", *SMALL, stdin="x" * (64 * 128 + 1))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "more than 8192 bytes" in done.stderr.splitlines()[-1]

@@ -27,6 +27,12 @@ def test_texts_have_the_ids_transformers_gives(embedded: Tokenizer, case: dict[s
     assert embedded.decode(case["ids"], skip_special_tokens=False) == case["whole"]
 
 
+def test_an_estimate_is_hardly_more_than_the_number_of_ids(embedded: Tokenizer) -> None:
+    text = "Rivers carry stones, and mills grind flour. 12345 ünïcödé\n" * 400
+    count = len(embedded.encode(text))
+    assert count <= embedded.estimate(text) <= 1.01 * count
+
+
 def test_the_embedded_model_has_its_tokens(embedded: Tokenizer) -> None:
     assert (embedded.bos_token_id, embedded.eos_token_id, embedded.pad_token_id) == (1, 2, 2)
     assert embedded.unk_token_id == 0
