@@ -38,9 +38,8 @@ def chat(model: Path | None, cap_nbytes: int, options: Options) -> int:
     sampler = make_sampler(options)
     on_plan = None if options["quiet"] else note_plan
     with open_engine(model, cap_nbytes, options, on_plan) as engine:
-        if options["verbose"]:
-            note(engine.describe())
         if not options["quiet"]:
+            note(engine.describe())
             note(HELP)
         _talk(engine, options, sampler)
         if options["verbose"]:

@@ -73,8 +73,8 @@ def _one_shot(request: Request, cap_nbytes: int, options: Options) -> int:
     quiet, as_json = options["quiet"], options["as_json"]
     sampler = make_sampler(options)
     with open_engine(request.model, cap_nbytes, options, None if quiet else note_plan) as engine:
-        if options["verbose"]:
-            note(engine.describe())
+        if not quiet:
+            note(engine.describe() + "\n")
         ids = prompt_ids(engine, request.prompt or SAMPLE_PROMPT, options)
         answer = generate(engine, ids, options, sampler, _ignore if as_json else _show)
         result = answer_json(engine, answer)
