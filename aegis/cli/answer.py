@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from aegis.cli.options import Options, engine_settings
 from aegis.cli.report import SCHEMA_VERSION
-from aegis.errors import UsageError
 
 if TYPE_CHECKING:
     from aegis.engine.engine import Engine
@@ -106,10 +105,7 @@ def _refuse_far_too_long(engine: Engine, prompt: str) -> None:
         return
     about = engine.tokenizer.estimate(prompt)
     if about > 2 * engine.context:
-        raise UsageError(
-            f"about {about} tokens do not fit the context of {engine.context}; open the model with"
-            f" a context of at least that (--ctx-size {about})"
-        )
+        raise engine.too_long(about, about=True)
 
 
 def generate(

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
+from aegis.errors import UsageError
 from aegis.planner import parse_caps
 from aegis.settings import DEFAULT_CONTEXT, DEFAULT_GUESS_WIDTH, DEFAULT_IO_THREADS
 
@@ -207,3 +208,13 @@ def engine_settings(options: Options) -> Options:
     return {name: options[name] for name in same} | {
         field: options[name] for field, name in renamed.items()
     }
+
+
+def refuse_contradictions(options: Options) -> None:
+    """A raw prompt has no template, so what only a template uses is refused, not ignored."""
+    for name in ("system_prompt", "chat_template"):
+        if options["raw"] and options[name] is not None:
+            flag = name.replace("_", "-")
+            raise UsageError(
+                f"--raw sends the prompt as it is, so --{flag} would be ignored; drop one of them"
+            )

@@ -15,6 +15,7 @@ from aegis.cli.options import (
     model_option,
     prompt_options,
     quiet_option,
+    refuse_contradictions,
     verbose_option,
 )
 from aegis.cli.report import (
@@ -45,6 +46,7 @@ def command(positionals: tuple[str, ...], **options: Any) -> int:
     or is appended to it. With no prompt at all it chats on a terminal (/exit or Ctrl-D leaves).
     The memory plan and the figures go to stderr, only the answer goes to stdout.
     """
+    refuse_contradictions(options)
     request = resolve_request(
         positionals,
         options["model"],

@@ -83,10 +83,11 @@ def resolve_request(
         raise click.UsageError("MODEL is given twice: as an argument and with --model")
     if left and prompt is not None:
         raise click.UsageError("PROMPT is given twice: as an argument and with --prompt")
-    parts = [prompt if prompt is not None else (left[0] if left else None)]
     limit_nbytes = (context or DEFAULT_CONTEXT) * LONGEST_TOKEN_NBYTES
-    parts += [_file_text(prompt_file, limit_nbytes), _piped_text(limit_nbytes)]
-    given = [part for part in parts if part]
+    asked = [prompt, left[0] if left else None, _file_text(prompt_file, limit_nbytes)]
+    given = [part for part in (*asked, _piped_text(limit_nbytes)) if part]
+    if not given and any(part is not None for part in asked):
+        raise UsageError("the prompt is empty; give some text, or no prompt at all for a sample")
     return Request(resolve_model(model), "\n".join(given) if given else None)
 
 

@@ -20,6 +20,7 @@ from aegis.cli.options import (
     model_option,
     prompt_options,
     quiet_option,
+    refuse_contradictions,
     verbose_option,
 )
 from aegis.cli.plan import model_folder, plan_for
@@ -61,6 +62,7 @@ def command(positionals: tuple[str, ...], **options: Any) -> int:
     row runs in a process of its own, so its peak is its own. ``identical`` says that the tokens
     are those of the first row.
     """
+    refuse_contradictions(options)
     request = resolve_request(
         positionals,
         options["model"],

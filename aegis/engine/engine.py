@@ -233,12 +233,19 @@ class Engine:
         if not len(ids):
             raise UsageError("there are no tokens to compute; give at least one")
         if len(ids) > self.context:
-            raise UsageError(
-                f"{len(ids)} tokens do not fit the context of {self.context}; open the model with"
-                f" a context of at least {len(ids)} (--ctx-size {len(ids)})"
-            )
+            raise self.too_long(len(ids))
         for token in ids:
             self._check_token(token)
+
+    def too_long(self, tokens: int, about: bool = False) -> UsageError:
+        """What to tell someone whose prompt does not fit the context."""
+        limit = self._opened.request.shape.max_position_embeddings
+        remedy = f"this model's context ends at {limit}, so give a shorter one"
+        if tokens <= limit:
+            remedy = f"open the model with a context of at least {tokens} (--ctx-size {tokens})"
+        return UsageError(
+            f"{'about ' * about}{tokens} tokens do not fit the context of {self.context}; {remedy}"
+        )
 
     def _check_open(self) -> None:
         if self._closed:

@@ -77,6 +77,10 @@ def test_without_a_cap_the_choice_is_printed(aegis: Aegis) -> None:
         (("nonsense",), "No such command"),
         (("plan", ""), "MODEL is empty"),
         (("run", "-m", "", "hi"), "MODEL is empty"),
+        (("run", ""), "the prompt is empty"),
+        (("run", "-p", ""), "the prompt is empty"),
+        (("run", "--raw", "--system-prompt", "Be kind.", "hi"), "--system-prompt would be"),
+        (("sweep", "--raw", "--chat-template", "x", "hi"), "--chat-template would be"),
     ],
 )
 def test_usage_errors_exit_2_with_one_sentence(
