@@ -4,6 +4,7 @@ import ctypes
 import mmap
 import os
 import random
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aegis.tiers import Arena, ExpertFiles, SlotPool
+from aegis.tiers.read_pool import UNCHECKED
 from aegis.tiers.slots import FREE, NOWHERE, READING, RESIDENT
 
 STRIDE = 4096
@@ -110,21 +112,33 @@ class ShufflingPool:
         self._queued: dict[int, tuple[int, int, int, Sequence[int], bool]] = {}
         self._running: dict[int, tuple[int, int, int, Sequence[int], bool]] = {}
         self._results: dict[int, int] = {}
+        self._checks: dict[int, tuple[int, Sequence[int], Sequence[int]]] = {}
+        self.checked = 0
+        """Records whose checksum was compared."""
         self.read_nbytes = 0
 
     @property
     def depth(self) -> int:
         return len(self._queued) + len(self._running)
 
-    def submit(self, fd: int, offset: int, nbytes: int, address: int, demand: bool) -> int:
-        return self.submit_run(fd, offset, nbytes, [address], demand)
+    def submit(
+        self, fd: int, offset: int, nbytes: int, address: int, demand: bool, checksum: int = -1
+    ) -> int:
+        return self.submit_run(fd, offset, nbytes, [address], demand, [checksum])
 
     def submit_run(
-        self, fd: int, offset: int, nbytes: int, addresses: Sequence[int], demand: bool
+        self,
+        fd: int,
+        offset: int,
+        nbytes: int,
+        addresses: Sequence[int],
+        demand: bool,
+        checksums: Sequence[int] = (),
     ) -> int:
         ticket = self._next
         self._next += 1
         self._queued[ticket] = (fd, offset, nbytes, addresses, demand)
+        self._checks[ticket] = (nbytes, addresses, checksums)
         self._advance()
         return ticket
 
@@ -148,6 +162,14 @@ class ShufflingPool:
         while block and tickets and not any(ticket in self._results for ticket in tickets):
             self._advance()
         return [ticket for ticket in tickets if ticket in self._results]
+
+    def damaged(self, ticket: int) -> list[int]:
+        nbytes, addresses, checksums = self._checks.pop(ticket)
+        asked = [i for i, checksum in enumerate(checksums) if checksum != UNCHECKED]
+        self.checked += len(asked)
+        return [
+            i for i in asked if zlib.crc32(ctypes.string_at(addresses[i], nbytes)) != checksums[i]
+        ]
 
     def result(self, ticket: int) -> int:
         return self._results.pop(ticket)
@@ -178,11 +200,19 @@ class CountingPool:
         self.depth = 0
         self._results: list[int] = []
 
-    def submit(self, fd: int, offset: int, nbytes: int, address: int, demand: bool) -> int:
-        return self.submit_run(fd, offset, nbytes, [address], demand)
+    def submit(
+        self, fd: int, offset: int, nbytes: int, address: int, demand: bool, checksum: int = -1
+    ) -> int:
+        return self.submit_run(fd, offset, nbytes, [address], demand, [checksum])
 
     def submit_run(
-        self, fd: int, offset: int, nbytes: int, addresses: Sequence[int], demand: bool
+        self,
+        fd: int,
+        offset: int,
+        nbytes: int,
+        addresses: Sequence[int],
+        demand: bool,
+        checksums: Sequence[int] = (),
     ) -> int:
         self._results.append(nbytes * len(addresses))
         self.read_nbytes += self._results[-1]
@@ -203,6 +233,9 @@ class CountingPool:
     def wait_any(self, tickets: Sequence[int], block: bool = True) -> list[int]:
         return list(tickets)
 
+    def damaged(self, ticket: int) -> list[int]:
+        return []
+
     def result(self, ticket: int) -> int:
         return self._results[ticket - 1]
 
@@ -211,5 +244,10 @@ class CountingPool:
 
 
 def open_files(paths: Sequence[Path], num_experts: int, stride: int = STRIDE) -> ExpertFiles:
-    """Expert files whose records carry 64 bytes of padding."""
-    return ExpertFiles(paths, stride - 64, stride, num_experts)
+    """Expert files whose records carry 64 bytes of padding, with the checksums of what
+    ``write_expert_files`` writes."""
+    checksums = [
+        [zlib.crc32(expert_bytes(layer_index, expert, stride)) for expert in range(num_experts)]
+        for layer_index in range(len(paths))
+    ]
+    return ExpertFiles(paths, stride - 64, stride, num_experts, checksums=checksums)

@@ -2,7 +2,14 @@
 
 from aegis.tiers.acquisition import Acquisition
 from aegis.tiers.arena import Arena
-from aegis.tiers.errors import ArenaError, ExpertFileError, ReadError, SlotError, TiersError
+from aegis.tiers.errors import (
+    ArenaError,
+    DamagedExpertError,
+    ExpertFileError,
+    ReadError,
+    SlotError,
+    TiersError,
+)
 from aegis.tiers.facade import ExpertTiers
 from aegis.tiers.guess import GUESS_KINDS
 from aegis.tiers.policy import POLICIES
@@ -21,6 +28,7 @@ __all__ = [
     "ArenaError",
     "Batch",
     "Counters",
+    "DamagedExpertError",
     "ExpertFileError",
     "ExpertFiles",
     "ExpertTiers",

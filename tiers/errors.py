@@ -38,3 +38,20 @@ class ReadError(TiersError):
             f"{file}: expected {expected} bytes at offset {offset}, but {found}; "
             "check the disk and run `aegis verify` on the store"
         )
+
+
+class DamagedExpertError(ReadError):
+    """A record arrived whole, but its bytes are not those that conversion wrote."""
+
+    def __init__(self, file: str, offset: int, nbytes: int, layer: int, expert: int) -> None:
+        """layer: as the model counts its layers."""
+        self.file = file
+        self.offset = offset
+        self.expected = self.got = nbytes
+        self.layer = layer
+        self.expert = expert
+        TiersError.__init__(
+            self,
+            f"{file}: the record of layer {layer}, expert {expert} at offset {offset} is damaged "
+            "(checksum mismatch); convert the model again",
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from time import perf_counter
 
-from aegis.tiers.errors import ReadError
+from aegis.tiers.errors import DamagedExpertError, ReadError
 from aegis.tiers.read_pool import ReadPool
 from aegis.tiers.slots import SlotPool
 from aegis.tiers.stats import Counters, TierStats
@@ -36,14 +36,18 @@ class ReadQueue:
         layer_index, expert = divmod(key, self.files.num_experts)
         fd, offset, nbytes = self.files.locate(layer_index, expert)
         address = self.slots.base + slot * self.slots.stride
-        self._follow(self.pool.submit(fd, offset, nbytes, address, demand), [slot], demand)
+        checksum = self.files.checksum(layer_index, expert)
+        ticket = self.pool.submit(fd, offset, nbytes, address, demand, checksum)
+        self._follow(ticket, [slot], demand)
 
     def start_run(self, slots: list[int], demand: bool) -> None:
         """One read for experts that follow each other in the file; each slot has been begun."""
         layer_index, expert = divmod(self.slots.key_of[slots[0]], self.files.num_experts)
         fd, offset, nbytes = self.files.locate(layer_index, expert)
         addresses = [self.slots.base + slot * self.slots.stride for slot in slots]
-        self._follow(self.pool.submit_run(fd, offset, nbytes, addresses, demand), slots, demand)
+        checksums = [self.files.checksum(layer_index, expert + i) for i in range(len(slots))]
+        ticket = self.pool.submit_run(fd, offset, nbytes, addresses, demand, checksums)
+        self._follow(ticket, slots, demand)
 
     def _follow(self, ticket: int, slots: list[int], demand: bool) -> None:
         self.in_flight[ticket] = (slots, self.counting)
@@ -111,26 +115,32 @@ class ReadQueue:
         self._note(ended)
 
     def _note(self, tickets: list[int]) -> None:
-        slots, stride = self.slots, self.files.stride
+        stride = self.files.stride
         for ticket in tickets:
             run, counting = self.in_flight.pop(ticket)
+            damaged = self.pool.damaged(ticket)
             got = self.pool.result(ticket)
+            layer_index, expert = divmod(self.slots.key_of[run[0]], self.files.num_experts)
             if got > 0:
-                layer_index = slots.key_of[run[0]] // self.files.num_experts
                 counting[layer_index].read_nbytes += got
-            for slot in run:
+            for index, slot in enumerate(run):
                 del self.ticket_of[slot]
-                if got >= stride:
-                    slots.arrive(slot)
-                else:
+                if got < stride or index in damaged:
                     self._fail(slot, got)
+                else:
+                    self.files.note_intact(layer_index, expert + index)
+                    self.slots.arrive(slot)
                 got = got if got < 0 else max(0, got - stride)
 
     def _fail(self, slot: int, got: int) -> None:
         key, stride = self.slots.key_of[slot], self.files.stride
         layer_index, expert = divmod(key, self.files.num_experts)
-        path = str(self.files.paths[layer_index])
-        self.failed[key] = ReadError(path, expert * stride, stride, got)
+        path, offset = str(self.files.paths[layer_index]), expert * stride
+        if got < stride:
+            self.failed[key] = ReadError(path, offset, stride, got)
+        else:
+            layer = self.files.layers[layer_index]
+            self.failed[key] = DamagedExpertError(path, offset, stride, layer, expert)
         self.slots.fail(slot)
 
     def drain(self) -> None:

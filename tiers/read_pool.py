@@ -1,5 +1,6 @@
 """Reader threads with two queues: demand before guess, first come first served within each.
 
+A read may carry the checksum that its bytes must have; its reader compares it.
 The C++ pool of aegis.kernels.native is used where it is built; the Python pool does the same with
 threads and os.preadv, and takes the read call as an argument so that tests can make it fail.
 """
@@ -11,6 +12,7 @@ import errno
 import os
 import sys
 import threading
+import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -18,19 +20,40 @@ from typing import Protocol
 ReadCall = Callable[[int, list[memoryview], int], int]
 """(file descriptor, destinations, offset) -> bytes read, 0 at the end of the file, or OSError."""
 
+UNCHECKED = -1
+"""In place of a checksum: do not check."""
+
 _SWITCH_INTERVAL_S = 1e-4
 
 
 class ReadPool(Protocol):
     """What both pools offer. Tickets are positive ints; ``result`` and ``cancel`` forget them."""
 
-    def submit(self, fd: int, offset: int, nbytes: int, address: int, demand: bool) -> int:
-        """Queue a read of ``nbytes`` into memory at ``address``; returns its ticket."""
+    def submit(
+        self,
+        fd: int,
+        offset: int,
+        nbytes: int,
+        address: int,
+        demand: bool,
+        checksum: int = UNCHECKED,
+    ) -> int:
+        """Queue a read of ``nbytes`` into memory at ``address``; returns its ticket.
+
+        checksum: the CRC-32 (as in zlib) that the bytes must have."""
 
     def submit_run(
-        self, fd: int, offset: int, nbytes: int, addresses: Sequence[int], demand: bool
+        self,
+        fd: int,
+        offset: int,
+        nbytes: int,
+        addresses: Sequence[int],
+        demand: bool,
+        checksums: Sequence[int] = (),
     ) -> int:
-        """The same for pieces of ``nbytes`` that follow each other in the file, one per address."""
+        """The same for pieces of ``nbytes`` that follow each other in the file, one per address.
+
+        checksums: one per piece, or none at all."""
 
     def promote(self, ticket: int) -> bool:
         """Move a guess that has not begun behind the demands; False if it had begun or was one."""
@@ -46,6 +69,9 @@ class ReadPool(Protocol):
 
     def wait_any(self, tickets: Sequence[int], block: bool = True) -> list[int]:
         """Those of ``tickets`` that have ended; ``block`` waits for at least one."""
+
+    def damaged(self, ticket: int) -> list[int]:
+        """Which pieces of a read that has ended arrived with another checksum than expected."""
 
     def result(self, ticket: int) -> int:
         """Bytes read, or -errno, of a read that has ended; forgets the ticket.
@@ -107,20 +133,40 @@ class PythonReadPool:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, fd: int, offset: int, nbytes: int, address: int, demand: bool) -> int:
-        """See ReadPool."""
-        return self.submit_run(fd, offset, nbytes, (address,), demand)
-
-    def submit_run(
-        self, fd: int, offset: int, nbytes: int, addresses: Sequence[int], demand: bool
+    def submit(
+        self,
+        fd: int,
+        offset: int,
+        nbytes: int,
+        address: int,
+        demand: bool,
+        checksum: int = UNCHECKED,
     ) -> int:
         """See ReadPool."""
+        return self.submit_run(fd, offset, nbytes, (address,), demand, (checksum,))
+
+    def submit_run(
+        self,
+        fd: int,
+        offset: int,
+        nbytes: int,
+        addresses: Sequence[int],
+        demand: bool,
+        checksums: Sequence[int] = (),
+    ) -> int:
+        """See ReadPool."""
+        if len(checksums) not in (0, len(addresses)):
+            raise ValueError(
+                f"{len(checksums)} checksums for {len(addresses)} pieces; give one for each"
+            )
         with self._lock:
             if self._closed:
                 raise RuntimeError("the read pool is closed")
             ticket = self._next
             self._next += 1
-            self._jobs[ticket] = _Job(fd, offset, nbytes, tuple(addresses), demand)
+            self._jobs[ticket] = _Job(
+                fd, offset, nbytes, tuple(addresses), demand, tuple(checksums)
+            )
             (self._demands if demand else self._guesses).append(ticket)
             self._pending += 1
             self._work.notify()
@@ -165,14 +211,24 @@ class PythonReadPool:
                     return ended
                 self._ended.wait()
 
+    def damaged(self, ticket: int) -> list[int]:
+        """See ReadPool."""
+        with self._lock:
+            self._result_of(ticket)
+            return self._jobs[ticket].damaged
+
     def result(self, ticket: int) -> int:
         """See ReadPool."""
         with self._lock:
-            result = self._jobs[ticket].result
-            if result is None:
-                raise RuntimeError(f"read {ticket} has not ended; wait for it first")
+            result = self._result_of(ticket)
             del self._jobs[ticket]
             return result
+
+    def _result_of(self, ticket: int) -> int:
+        result = self._jobs[ticket].result
+        if result is None:
+            raise RuntimeError(f"read {ticket} has not ended; wait for it first")
+        return result
 
     @property
     def read_nbytes(self) -> int:
@@ -244,6 +300,12 @@ class PythonReadPool:
             got += count
         if self._drop_cache:
             os.posix_fadvise(job.fd, job.offset, total, os.POSIX_FADV_DONTNEED)
+        arrived = zip(views[: got // job.nbytes], job.checksums, strict=False)
+        job.damaged = [
+            index
+            for index, (view, expected) in enumerate(arrived)
+            if expected != UNCHECKED and zlib.crc32(view) != expected
+        ]
         return got
 
 
@@ -262,14 +324,32 @@ def _switch_faster(change: int) -> None:
 
 
 class _Job:
-    __slots__ = ("addresses", "demand", "fd", "nbytes", "offset", "result", "started")
+    __slots__ = (
+        "addresses",
+        "checksums",
+        "damaged",
+        "demand",
+        "fd",
+        "nbytes",
+        "offset",
+        "result",
+        "started",
+    )
 
     def __init__(
-        self, fd: int, offset: int, nbytes: int, addresses: tuple[int, ...], demand: bool
+        self,
+        fd: int,
+        offset: int,
+        nbytes: int,
+        addresses: tuple[int, ...],
+        demand: bool,
+        checksums: tuple[int, ...],
     ) -> None:
         self.fd, self.offset, self.nbytes, self.addresses = fd, offset, nbytes, addresses
+        self.checksums = checksums
         self.demand = demand
         self.started = False
+        self.damaged: list[int] = []
         self.result: int | None = None
 
 

@@ -7,11 +7,13 @@ import errno
 import mmap
 import os
 import sys
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
 from aegis.tiers.errors import ExpertFileError
+from aegis.tiers.read_pool import UNCHECKED
 
 READ_ALIGN = 4096
 """Offsets, sizes and addresses of direct reads are multiples of this."""
@@ -27,10 +29,15 @@ class ExpertFiles:
         stride: int,
         num_experts: int,
         direct: bool = True,
+        *,
+        checksums: Sequence[Sequence[int]] | None = None,
+        layers: Sequence[int] | None = None,
     ) -> None:
         """Open every file and check its size. Raises ExpertFileError before anything is read.
 
-        record_nbytes: bytes of a record that carry weights; stride: distance of records."""
+        record_nbytes: bytes of a record that carry weights; stride: distance of records.
+        checksums: the CRC-32 (as in zlib) of every record with its padding, by file and expert.
+        layers: the model's own number of each file's layer, for messages."""
         if stride % READ_ALIGN or not 0 < record_nbytes <= stride:
             raise ExpertFileError(
                 f"expert records of {record_nbytes} bytes, {stride} apart: the distance must be a "
@@ -41,6 +48,18 @@ class ExpertFiles:
         self.stride = stride
         self.num_experts = num_experts
         self.num_layers = len(self.paths)
+        self.layers = list(range(self.num_layers) if layers is None else layers)
+        # Not lists: there are tens of thousands of experts, and their bookkeeping is in no plan.
+        self._checksums = array("I")
+        for of_layer in checksums or ():
+            self._checksums.extend(of_layer)
+        num_records = self.num_layers * num_experts
+        self._checked = bytearray((b"\1" if checksums is None else b"\0") * num_records)
+        if checksums is not None and len(self._checksums) != num_records:
+            raise ExpertFileError(
+                f"{len(self._checksums)} checksums for {num_records} expert records; "
+                "convert the model again"
+            )
         self.mode = "direct" if direct else "buffered"
         """"direct": past the page cache; "buffered": through it, pages dropped after each read."""
         self.reason = "" if direct else "asked for"
@@ -106,6 +125,15 @@ class ExpertFiles:
         if not 0 <= expert < self.num_experts:
             raise IndexError(f"expert {expert}: this layer has {self.num_experts}")
         return self.fds[layer_index], expert * self.stride, self.stride
+
+    def checksum(self, layer_index: int, expert: int) -> int:
+        """What a read of the record has to be compared with; UNCHECKED after it was once."""
+        index = layer_index * self.num_experts + expert
+        return UNCHECKED if self._checked[index] else self._checksums[index]
+
+    def note_intact(self, layer_index: int, expert: int) -> None:
+        """The record has arrived as it should: it need not be checked again."""
+        self._checked[layer_index * self.num_experts + expert] = 1
 
     def close(self) -> None:
         """Close every file."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aegis.checkpoint.layout import ExpertBits, ResidentTensor, StoreLayout
-from aegis.checkpoint.manifest import Manifest, decode
+from aegis.checkpoint.manifest import Checksums, Manifest, decode
 from aegis.errors import StoreError
 from aegis.kernels.base import Weight
 from aegis.kernels.sizes import RESIDENT_ALIGN, align_up
@@ -90,6 +90,13 @@ class Store:
                 f" 'aegis convert --experts 3bit {self.path}'"
             )
         return [expert_file(self.path, layer, experts) for layer in self.layout.moe_layers]
+
+    def expert_checksums(self, experts: ExpertBits = "4bit") -> Checksums:
+        """The CRC-32 of every record of ``expert_paths``, padding included."""
+        manifest = self.manifest
+        if experts == "4bit":
+            return manifest.experts_crc32
+        return manifest.experts_3bit_crc32 or ()
 
     def _check_sizes(self) -> None:
         expected = {self.path / name: size for name, (size, _) in self.manifest.files.items()}

@@ -172,7 +172,14 @@ def _allocate(
     items = dict(plan.items)
     geometry = layout.geometry(settings.experts)
     paths = store.expert_paths(settings.experts)
-    files = ExpertFiles(paths, geometry.record_nbytes, geometry.stride, layout.num_experts)
+    files = ExpertFiles(
+        paths,
+        geometry.record_nbytes,
+        geometry.stride,
+        layout.num_experts,
+        checksums=store.expert_checksums(settings.experts),
+        layers=layout.moe_layers,
+    )
     undo.callback(files.close)
     runtime_nbytes = memory.resident_nbytes()
     backend = registry.create(request.backend, request.threads)

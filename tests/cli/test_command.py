@@ -190,6 +190,23 @@ def test_convert_prints_the_store_and_verify_finds_damage(
     assert "convert the model again" in damaged.stderr
 
 
+def test_a_damaged_expert_ends_a_run_in_one_sentence(
+    aegis: Aegis, small_model: str, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    aegis("convert", small_model, str(store))
+    for file in (store / "experts").iterdir():
+        data = bytearray(file.read_bytes())
+        data[100::4096] = bytes(byte ^ 1 for byte in data[100::4096])
+        file.write_bytes(data)
+    for prompt in ("one two three", "one"):
+        done = aegis("run", str(store), prompt, "--raw", "-n", "6", "--ignore-eos", "-q", *SMALL)
+        assert (done.returncode, done.stdout) == (1, "")
+        [sentence] = done.stderr.strip().splitlines()
+        assert sentence.startswith(f"error: {store / 'experts' / 'layer_00'}")
+        assert "is damaged (checksum mismatch); convert the model again" in sentence
+
+
 def test_the_embedded_model_converts_into_a_folder_of_ones_own(
     aegis: Aegis, tmp_path: Path
 ) -> None:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import ctypes
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from small_model import CONTEXT, IDS, MIB, linux, needs_native, open_small
+from engine_tools import store_of
+from small_model import CONTEXT, IDS, MIB, SMALL, linux, needs_native, open_small
 
 import aegis
 from aegis import AegisError, Engine
+from aegis.checkpoint.layout import ExpertBits
 from aegis.checkpoint.store import Store
 from aegis.convert.cache import embedded_path, ensure_store
 from aegis.engine import memory, opening
 from aegis.errors import ReadError, StoreError, UsageError
 from aegis.kernels import registry
 from aegis.tiers import ArenaError, PythonReadPool
+from aegis.tiers.read_pool import UNCHECKED
 from aegis.tiers.slots import RESIDENT
 
 pytestmark = pytest.mark.usefixtures("quick_open")
@@ -175,6 +179,103 @@ def test_reads_that_fail_now_and_then_never_change_a_bit(
         assert not any(faulted._opened.tiers.slots.pins)
     assert generated == tokens
     assert errors
+
+
+def flip_bytes(store: Store, layer: int, experts: list[int], kind: ExpertBits = "4bit") -> None:
+    """Damage one byte of each record, or undo it."""
+    stride = store.layout.geometry(kind).stride
+    with store.expert_paths(kind)[layer].open("r+b") as file:
+        for expert in experts:
+            file.seek(expert * stride + 100)
+            byte = file.read(1)[0]
+            file.seek(expert * stride + 100)
+            file.write(bytes([byte ^ 1]))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("max_slots", [2, 12])
+@pytest.mark.parametrize("python_pool", [False, True])
+def test_a_damaged_layer_is_an_error_and_no_wrong_token(
+    store: Store,
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+    max_slots: int,
+    python_pool: bool,
+) -> None:
+    if registry.reason(backend):
+        pytest.skip(str(registry.reason(backend)))
+    options = {"backend": backend, "max_slots": max_slots}
+    with open_small(store, **options) as engine:
+        expected = engine.score(IDS, last=None).tobytes()
+        tokens = list(engine.generate(IDS, 6, ignore_eos=True))
+    if python_pool:
+        monkeypatch.setattr("aegis.tiers.facade.open_read_pool", PythonReadPool)
+    everyone = list(range(SMALL.num_experts))
+    said = r"layer_001\.bin: the record of layer 1, expert \d at offset \d+ is damaged"
+    flip_bytes(store, 1, everyone)
+    try:
+        with open_small(store, **options) as engine:
+            for _ in range(2):
+                with pytest.raises(ReadError, match=said):
+                    engine.score(IDS)
+                with pytest.raises(ReadError, match=said):
+                    list(engine.generate(IDS, 6, ignore_eos=True))
+                with pytest.raises(ReadError, match=said):
+                    list(engine.generate(IDS[:1], 6, ignore_eos=True))
+            flip_bytes(store, 1, everyone)
+            everyone = []
+            assert list(engine.generate(IDS, 6, ignore_eos=True)) == tokens
+            assert engine.score(IDS, last=None).tobytes() == expected
+            assert not any(engine._opened.tiers.slots.pins)
+    finally:
+        flip_bytes(store, 1, everyone)
+
+
+@pytest.mark.parametrize("max_slots", [2, 12])
+def test_a_damaged_expert_is_an_error_exactly_where_it_is_chosen(
+    store: Store, max_slots: int
+) -> None:
+    prompts = [[token] for token in IDS[:4]] + [IDS[:3], IDS[4:7]]
+    everyone = range(SMALL.num_experts)
+    with open_small(store, guess="none") as engine:
+        expected = [engine.score(ids).tobytes() for ids in prompts]
+        files = engine._opened.files
+        chosen = [files.checksum(1, expert) == UNCHECKED for expert in everyone]
+    assert any(chosen)
+    assert not all(chosen)
+    for expert in everyone:
+        flip_bytes(store, 1, [expert])
+        outcomes, errors = [], []
+        try:
+            with open_small(store, max_slots=max_slots) as damaged:
+                for ids in prompts:
+                    try:
+                        outcomes.append(damaged.score(ids).tobytes())
+                    except ReadError as error:
+                        errors.append(str(error))
+                        outcomes.append(b"")
+        finally:
+            flip_bytes(store, 1, [expert])
+        assert bool(errors) == chosen[expert]
+        assert all(f"layer 1, expert {expert} at" in error for error in errors)
+        for found, right in zip(outcomes, expected, strict=True):
+            assert found in (b"", right)
+
+
+def test_the_checksums_are_those_of_the_files_that_are_streamed() -> None:
+    choices = replace(SMALL, bits=(4,))
+    with store_of(choices, seed=12, experts3bit=True) as both:
+        everyone = list(range(choices.num_experts))
+        flip_bytes(both, 0, everyone, "3bit")
+        with open_small(both) as engine:
+            engine.score(IDS)
+        with open_small(both, experts="3bit") as engine:
+            with pytest.raises(ReadError, match=r"experts-3bit/layer_000\.bin: the record of"):
+                engine.score(IDS)
+            flip_bytes(both, 0, everyone, "3bit")
+            engine.score(IDS)
 
 
 # Opening and closing

@@ -5,6 +5,7 @@ import pytest
 from tier_fakes import STRIDE, write_expert_files
 
 from aegis.tiers import ExpertFileError, ExpertFiles
+from aegis.tiers.read_pool import UNCHECKED
 
 
 def test_an_expert_is_where_the_store_wrote_it(tmp_path: Path) -> None:
@@ -29,6 +30,20 @@ def test_a_file_of_another_size_is_refused_at_open(tmp_path: Path, change: int) 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ExpertFileError, match=r"layer_000\.bin: cannot be opened"):
         ExpertFiles([tmp_path / "layer_000.bin"], STRIDE, STRIDE, 3)
+
+
+def test_a_checksum_is_told_until_the_record_has_arrived_intact(tmp_path: Path) -> None:
+    paths = write_expert_files(tmp_path, 2, 3)
+    checksums = [[1, 2, 0], [4, 5, 0xFFFFFFFF]]
+    with ExpertFiles(paths, STRIDE, STRIDE, 3, checksums=checksums) as files:
+        assert [[files.checksum(i, e) for e in range(3)] for i in range(2)] == checksums
+        files.note_intact(1, 0)
+        assert [files.checksum(1, expert) for expert in range(3)] == [UNCHECKED, 5, 0xFFFFFFFF]
+        assert files.checksum(0, 0) == 1
+    with ExpertFiles(paths, STRIDE, STRIDE, 3) as files:
+        assert files.checksum(1, 2) == UNCHECKED
+    with pytest.raises(ExpertFileError, match="4 checksums for 6 expert records"):
+        ExpertFiles(paths, STRIDE, STRIDE, 3, checksums=[[1, 2, 3], [4]])
 
 
 @pytest.mark.parametrize(("record", "stride"), [(100, 4000), (4097, 4096), (0, 4096)])

@@ -20,6 +20,7 @@ class NoFiles(ExpertFiles):
     def __init__(self) -> None:
         self.num_layers, self.num_experts, self.stride = NUM_LAYERS, NUM_EXPERTS, STRIDE
         self.fds, self.mode = [0] * NUM_LAYERS, "direct"
+        self._checked = bytearray(b"\1" * NUM_LAYERS * NUM_EXPERTS)
 
 
 def skewed_trace(tokens: int, seed: int = 0) -> NDArray[np.int32]:

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -108,6 +109,68 @@ def test_a_run_is_scattered_over_its_addresses(open_pool: OpenPool, file: int) -
     assert [memory[page * PAGE : page * PAGE + 1] for page in (5, 0, 3)] == [b"\3", b"\4", b"\5"]
 
 
+def page_checksum(page: int) -> int:
+    return zlib.crc32(bytes([page + 1]) * PAGE)
+
+
+def test_a_wrong_checksum_is_told_with_the_read(open_pool: OpenPool, file: int) -> None:
+    pool, memory = open_pool(), Memory(PAGE)
+    right = page_checksum(3)
+    for checksum, damaged in ((right, []), (right ^ 1, [0]), (0, [0]), (-1, [])):
+        ticket = pool.submit(file, 3 * PAGE, PAGE, memory.address, True, checksum)
+        pool.wait(ticket)
+        assert pool.damaged(ticket) == damaged
+        assert pool.result(ticket) == PAGE
+        with pytest.raises(KeyError):
+            pool.damaged(ticket)
+
+
+def test_each_piece_of_a_run_has_a_checksum_of_its_own(open_pool: OpenPool, file: int) -> None:
+    pool, memory = open_pool(), Memory(8 * PAGE)
+    addresses = [memory.address + page * PAGE for page in (5, 0, 3, 1)]
+    checksums = [page_checksum(2), page_checksum(2), -1, page_checksum(2)]
+    ticket = pool.submit_run(file, 2 * PAGE, PAGE, addresses, True, checksums)
+    pool.wait(ticket)
+    assert pool.damaged(ticket) == [1, 3]
+    assert pool.result(ticket) == 4 * PAGE
+    with pytest.raises(ValueError, match="2 checksums for 4 pieces"):
+        pool.submit_run(file, 2 * PAGE, PAGE, addresses, True, [1, 2])
+    unchecked = pool.submit_run(file, 2 * PAGE, PAGE, addresses, True)
+    pool.wait(unchecked)
+    assert pool.damaged(unchecked) == []
+
+
+def test_what_has_not_arrived_is_short_and_not_damaged(open_pool: OpenPool, file: int) -> None:
+    pool, memory = open_pool(), Memory(8 * PAGE)
+    addresses = [memory.address + page * PAGE for page in range(3)]
+    ticket = pool.submit_run(file, 6 * PAGE, PAGE, addresses, True, [0, page_checksum(7), 0])
+    pool.wait(ticket)
+    assert pool.damaged(ticket) == [0]
+    assert pool.result(ticket) == 2 * PAGE
+    failed = pool.submit(987654, 0, PAGE, memory.address, True, 0)
+    pool.wait(failed)
+    assert pool.damaged(failed) == []
+    assert pool.result(failed) == -errno.EBADF
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="where one call reads at most 2 GiB")
+def test_a_piece_that_came_in_two_calls_is_checked_as_a_whole(open_pool: OpenPool) -> None:
+    pool, piece = open_pool(), 16 << 20
+    memory = Memory(3 * piece, fill=1)
+    addresses = [memory.address] * 130
+    addresses[127] = memory.address + piece
+    checksums = [-1] * 130
+    checksums[127] = zlib.crc32(bytes(piece))
+    fd = os.open("/dev/zero", os.O_RDONLY)
+    for wrong in (0, 1):
+        checksums[127] ^= wrong
+        ticket = pool.submit_run(fd, 0, piece, addresses, True, checksums)
+        pool.wait(ticket)
+        assert pool.damaged(ticket) == [127] * wrong
+        assert pool.result(ticket) == 130 * piece
+    os.close(fd)
+
+
 def test_the_end_of_the_file_is_a_short_result(open_pool: OpenPool, file: int) -> None:
     pool, memory = open_pool(), Memory(8 * PAGE)
     for offset, expected in ((7 * PAGE, PAGE), (8 * PAGE, 0), (99 * PAGE, 0)):
@@ -201,6 +264,8 @@ def test_waiting_without_blocking_returns_at_once(open_pool: OpenPool) -> None:
         assert pool.wait_any([running.ticket], False) == []
         with pytest.raises(RuntimeError, match="has not ended"):
             pool.result(running.ticket)
+        with pytest.raises(RuntimeError, match="has not ended"):
+            pool.damaged(running.ticket)
 
 
 def test_ctrl_c_interrupts_a_wait(open_pool: OpenPool) -> None:

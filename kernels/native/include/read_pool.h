@@ -16,39 +16,49 @@ namespace aegis {
 class ReadPool {
   public:
     using Ticket = std::int64_t;
+    static constexpr std::int64_t kUnchecked = -1;
 
     ReadPool(int threads, bool drop_cache);
     ~ReadPool();
     ReadPool(const ReadPool&) = delete;
     ReadPool& operator=(const ReadPool&) = delete;
 
-    // Reads pieces of `nbytes` that follow each other in the file, one to each address.
+    // Reads pieces of `nbytes` that follow each other in the file, one to each address. Checksums:
+    // the CRC-32 that each piece must have, or kUnchecked; empty checks none.
     Ticket submit(int fd, std::int64_t offset, std::int64_t nbytes,
-                  const std::vector<std::uintptr_t>& addresses, bool demand);
+                  const std::vector<std::uintptr_t>& addresses, bool demand,
+                  const std::vector<std::int64_t>& checksums);
     bool promote(Ticket ticket);
     bool cancel(Ticket ticket);
     bool done(Ticket ticket);
     // Appends those of `tickets` that have ended to `ended`; waits up to `timeout_ms` for the first.
     void poll(const std::vector<Ticket>& tickets, std::vector<Ticket>& ended, int timeout_ms);
+    // Indices of the pieces of a read that has ended whose checksums are wrong.
+    std::vector<int> damaged(Ticket ticket);
     std::int64_t result(Ticket ticket);
     std::int64_t read_nbytes() const { return read_nbytes_.load(std::memory_order_relaxed); }
     std::int64_t depth();
     void close();
 
   private:
+    static constexpr std::int64_t kDamaged = -2;
+
     struct Job {
         int fd;
-        std::int64_t offset;
+        std::int64_t offset, nbytes;
         std::vector<iovec> pieces;
+        std::vector<std::int64_t> checksums;  // kDamaged takes the place of one that was wrong
         bool demand, started, ended;
         std::int64_t result;
     };
 
     Job& find(Ticket ticket);
+    Job& find_ended(Ticket ticket);
     Job* next(std::deque<Ticket>& queue);
     void collect(const std::vector<Ticket>& tickets, std::vector<Ticket>& ended);
     void serve();
     std::int64_t perform(Job& job) const;
+    static void check(Job& job, std::int64_t got);
 
     std::mutex mutex_;
     std::condition_variable work_, ended_;

@@ -6,6 +6,7 @@ void bind_linear(nb::module_& m);
 void bind_experts(nb::module_& m);
 void bind_attention(nb::module_& m);
 void bind_read_pool(nb::module_& m);
+void bind_crc32(nb::module_& m);
 
 NB_MODULE(_native, m) {
     m.doc() = "CPU kernels: linear layers, experts, attention, routing and direct reads.";
@@ -15,4 +16,5 @@ NB_MODULE(_native, m) {
     bind_experts(m);
     bind_attention(m);
     bind_read_pool(m);
+    bind_crc32(m);
 }

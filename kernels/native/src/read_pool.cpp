@@ -1,5 +1,7 @@
 #include "read_pool.h"
 
+#include "crc32.h"
+
 #include <cerrno>
 #include <chrono>
 #include <fcntl.h>
@@ -52,7 +54,12 @@ ReadPool::ReadPool(int threads, bool drop_cache) : drop_cache_(drop_cache) {
 ReadPool::~ReadPool() { close(); }
 
 ReadPool::Ticket ReadPool::submit(int fd, std::int64_t offset, std::int64_t nbytes,
-                                  const std::vector<std::uintptr_t>& addresses, bool demand) {
+                                  const std::vector<std::uintptr_t>& addresses, bool demand,
+                                  const std::vector<std::int64_t>& checksums) {
+    if (!checksums.empty() && checksums.size() != addresses.size()) {
+        throw std::invalid_argument(std::to_string(checksums.size()) + " checksums for " +
+                                    std::to_string(addresses.size()) + " pieces; give one for each");
+    }
     std::vector<iovec> pieces;
     pieces.reserve(addresses.size());
     for (std::uintptr_t address : addresses) {
@@ -63,7 +70,7 @@ ReadPool::Ticket ReadPool::submit(int fd, std::int64_t offset, std::int64_t nbyt
         std::lock_guard lock(mutex_);
         if (closed_) throw std::runtime_error("the read pool is closed");
         ticket = next_++;
-        jobs_.emplace(ticket, Job{fd, offset, std::move(pieces), demand, false, false, 0});
+        jobs_.emplace(ticket, Job{fd, offset, nbytes, std::move(pieces), checksums, demand, false, false, 0});
         (demand ? demands_ : guesses_).push_back(ticket);
         ++pending_;
     }
@@ -117,13 +124,27 @@ void ReadPool::poll(const std::vector<Ticket>& tickets, std::vector<Ticket>& end
     });
 }
 
-std::int64_t ReadPool::result(Ticket ticket) {
-    std::lock_guard lock(mutex_);
+ReadPool::Job& ReadPool::find_ended(Ticket ticket) {
     Job& job = find(ticket);
     if (!job.ended) {
         throw std::runtime_error("read " + std::to_string(ticket) + " has not ended; wait for it first");
     }
-    const std::int64_t result = job.result;
+    return job;
+}
+
+std::vector<int> ReadPool::damaged(Ticket ticket) {
+    std::lock_guard lock(mutex_);
+    const std::vector<std::int64_t>& checksums = find_ended(ticket).checksums;
+    std::vector<int> found;
+    for (std::size_t i = 0; i < checksums.size(); ++i) {
+        if (checksums[i] == kDamaged) found.push_back(static_cast<int>(i));
+    }
+    return found;
+}
+
+std::int64_t ReadPool::result(Ticket ticket) {
+    std::lock_guard lock(mutex_);
+    const std::int64_t result = find_ended(ticket).result;
     jobs_.erase(ticket);
     return result;
 }
@@ -209,7 +230,20 @@ std::int64_t ReadPool::perform(Job& job) const {
 #ifdef POSIX_FADV_DONTNEED
     if (drop_cache_ && got > 0) posix_fadvise(job.fd, job.offset, got, POSIX_FADV_DONTNEED);
 #endif
+    check(job, got);
     return got;
+}
+
+void ReadPool::check(Job& job, std::int64_t got) {
+    const std::int64_t arrived = job.nbytes > 0 ? got / job.nbytes : 0;
+    for (std::size_t i = 0; i < job.checksums.size(); ++i) {
+        if (job.checksums[i] == kUnchecked || static_cast<std::int64_t>(i) >= arrived) continue;
+        // A read that went on after a short one has moved the start, never the end.
+        const auto* end = static_cast<const unsigned char*>(job.pieces[i].iov_base) + job.pieces[i].iov_len;
+        if (crc32(end - job.nbytes, static_cast<std::size_t>(job.nbytes)) != job.checksums[i]) {
+            job.checksums[i] = kDamaged;
+        }
+    }
 }
 
 }  // namespace aegis
@@ -246,12 +280,14 @@ void bind_read_pool(nb::module_& m) {
         .def(
             "submit",
             [](ReadPool& pool, int fd, std::int64_t offset, std::int64_t nbytes,
-               std::uintptr_t address, bool demand) {
-                return pool.submit(fd, offset, nbytes, {address}, demand);
+               std::uintptr_t address, bool demand, std::int64_t checksum) {
+                return pool.submit(fd, offset, nbytes, {address}, demand, {checksum});
             },
-            nb::arg("fd"), nb::arg("offset"), nb::arg("nbytes"), nb::arg("address"), nb::arg("demand"))
+            nb::arg("fd"), nb::arg("offset"), nb::arg("nbytes"), nb::arg("address"), nb::arg("demand"),
+            nb::arg("checksum") = ReadPool::kUnchecked)
         .def("submit_run", &ReadPool::submit, nb::arg("fd"), nb::arg("offset"), nb::arg("nbytes"),
-             nb::arg("addresses"), nb::arg("demand"))
+             nb::arg("addresses"), nb::arg("demand"),
+             nb::arg("checksums") = std::vector<std::int64_t>{})
         .def("promote", &ReadPool::promote, nb::arg("ticket"))
         .def("cancel", &ReadPool::cancel, nb::arg("ticket"))
         .def("done", &ReadPool::done, nb::arg("ticket"))
@@ -259,6 +295,7 @@ void bind_read_pool(nb::module_& m) {
             "wait", [](ReadPool& pool, ReadPool::Ticket ticket) { wait_any(pool, {ticket}, true); },
             nb::arg("ticket"))
         .def("wait_any", &wait_any, nb::arg("tickets"), nb::arg("block") = true)
+        .def("damaged", &ReadPool::damaged, nb::arg("ticket"))
         .def("result", &ReadPool::result, nb::arg("ticket"))
         .def_prop_ro("read_nbytes", &ReadPool::read_nbytes)
         .def_prop_ro("depth", &ReadPool::depth)
