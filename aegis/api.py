@@ -133,15 +133,26 @@ def generate(
     verbose: bool = False,
     **options: Any,
 ) -> str:
-    """Generate and return the text; ``verbose`` also streams it to stdout.
+    """Generate and return the text; ``verbose`` also streams it and its figures to stdout.
 
     ``options`` are those of ``stream_generate``.
     """
-    pieces = []
+    pieces, response = [], None
     for response in stream_generate(model, tokenizer, prompt, **options):
         pieces.append(response.text)
         if verbose:
             print(response.text, end="", flush=True, file=sys.stdout)
     if verbose:
         print(file=sys.stdout)
+        if response is not None:
+            print(_figures(response), file=sys.stdout)
     return "".join(pieces)
+
+
+def _figures(last: GenerationResponse) -> str:
+    """What mlx-lm prints after a verbose generation."""
+    return (
+        f"Prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.3f} tokens-per-sec\n"
+        f"Generation: {last.generation_tokens} tokens, {last.generation_tps:.3f} tokens-per-sec\n"
+        f"Peak memory: {last.peak_memory:.3f} GB"
+    )

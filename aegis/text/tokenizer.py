@@ -164,6 +164,26 @@ class Tokenizer:
         )
         return self.control.encode(_without_surrogates(text), marker)
 
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        tokenize: bool = True,
+        **variables: Any,
+    ) -> list[int] | str:
+        """``encode_chat`` or, without ``tokenize``, ``render_chat`` as transformers spells them."""
+        render = self.encode_chat if tokenize else self.render_chat
+        return render(
+            conversation,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            **variables,
+        )
+
     def token_to_id(self, token: str) -> int | None:
         """Return the id of a token by its spelling in the vocabulary, or None."""
         found: int | None = self.backend.token_to_id(token)

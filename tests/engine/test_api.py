@@ -181,10 +181,14 @@ def test_a_long_generation_never_shows_half_a_character(chat: Loaded) -> None:
     assert sum("\ufffd" in piece for piece in pieces[:-1]) <= whole.count("\ufffd")
 
 
-def test_verbose_prints_the_text(loaded: Loaded, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verbose_prints_text_and_figures(
+    loaded: Loaded, capsys: pytest.CaptureFixture[str]
+) -> None:
     model, tokenizer = loaded
     text = generate(model, tokenizer, TEXT, max_tokens=6, verbose=True, ignore_eos=True)
-    assert capsys.readouterr().out == text + "\n"
+    printed = capsys.readouterr().out
+    assert printed.startswith(text + "\nPrompt: ")
+    assert "Generation: 6 tokens, " in printed
     generate(model, tokenizer, TEXT, max_tokens=6, ignore_eos=True)
     assert capsys.readouterr().out == ""
 

@@ -50,6 +50,9 @@ def test_the_embedded_models_prompts_are_the_golden_ones(
 ) -> None:
     assert embedded.render_chat(case["messages"]) == case["chat_text"]
     assert embedded.encode_chat(case["messages"]) == case["ids"]
+    chat = embedded.apply_chat_template
+    assert chat(case["messages"], add_generation_prompt=True) == case["ids"]
+    assert chat(case["messages"], add_generation_prompt=True, tokenize=False) == case["chat_text"]
     assert embedded.decode(case["greedy_ids"][: case["eos_at"]]) == case["text"]
 
 
