@@ -131,8 +131,9 @@ class Acquisition:
         first = self._first_key
         experts = np.array([key - first for key, _ in arrived], dtype=np.int32)
         slots = [slot for _, slot in arrived]
-        self._held += slots
+        # In this order: Ctrl-C in between must not make ``release`` unpin them twice.
         self._arrived = []
+        self._held += slots
         self.complete = not (self._pending or self._missing)
         return experts, np.array(slots, dtype=np.int32)
 

@@ -68,6 +68,8 @@ class ReadQueue:
 
         A run is withdrawn as a whole, once none of its other slots is pinned."""
         ticket = self.ticket_of[slot]
+        if ticket not in self.in_flight:
+            return False  # Ctrl-C struck while its end was being noted; recovery sorts that out
         slots, counting = self.in_flight[ticket]
         if any(self.slots.pins[other] for other in slots if other != slot):
             return False

@@ -420,6 +420,32 @@ def test_after_ctrl_c_anywhere_recovery_keeps_what_is_resident(
     memory.arena.close()
 
 
+@pytest.mark.parametrize("method", ["damaged", "result"])
+def test_ctrl_c_while_the_end_of_a_read_is_noted_is_not_masked_by_another_error(
+    stores: dict[int, ExpertFiles], monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    memory, pool = SlotReader(9), PythonReadPool(2)
+    tiers = open_tiers(stores[12], memory, Setup(12, 3, 9, 4, "lfu", "none", 0, 0), pool)
+
+    def interrupt(ticket: int) -> int:
+        raise KeyboardInterrupt
+
+    for use in (
+        lambda: decode_layer(tiers, memory, 0, [1, 4, 5], []),
+        lambda: prefill_layer(tiers, memory, 1, list(range(12)), None, None),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(pool, method, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                use()
+        tiers.recover()
+        check_slots(memory.slots)
+        use()
+    tiers.close()
+    pool.close()
+    memory.arena.close()
+
+
 def test_two_layers_may_be_held_at_once_as_far_as_slots_go(
     stores: dict[int, ExpertFiles],
 ) -> None:
