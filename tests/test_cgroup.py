@@ -6,7 +6,10 @@ import cgroup
 import pytest
 
 MIB = 1 << 20
-HOLD = "x = bytearray({mib} << 20); x[::4096] = b'1' * len(x[::4096]); print('held', flush=True)"
+HOLD = (
+    "x = bytearray({mib} << 20); x[::4096] = b'1' * len(x[::4096]); print('held', flush=True);"
+    "import time; time.sleep(1)"  # the group is looked at after the first output: hold it so long
+)
 
 
 @pytest.fixture(autouse=True)
