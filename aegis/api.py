@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aegis.errors import UsageError
-from aegis.settings import Settings
 
 if TYPE_CHECKING:
     from aegis.engine.engine import Engine
@@ -48,15 +47,9 @@ def plan(path: str | Path | None = None, cap: str | int = "4GiB", **options: Any
         not fit is returned with ``feasible`` false.
     """
     from aegis.convert.cache import embedded_path
-    from aegis.engine.planning import make_plan
-    from aegis.planner import parse_size
+    from aegis.engine.planning import make_plan, settings_for
 
-    try:
-        cap_nbytes = cap if isinstance(cap, int) else parse_size(cap)
-        settings = Settings(cap_nbytes=cap_nbytes, **options)
-    except (TypeError, ValueError) as error:
-        raise UsageError(str(error)) from None
-    return make_plan(embedded_path() if path is None else path, settings)
+    return make_plan(embedded_path() if path is None else path, settings_for(cap, options))
 
 
 def load(

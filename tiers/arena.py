@@ -16,16 +16,13 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from aegis.kernels.sizes import align_up
 from aegis.tiers.errors import ArenaError
 
 HUGE_NBYTES = 2 << 20
 PAGE_NBYTES = mmap.PAGESIZE
 # Linux 5.14's way to touch pages: it reports failure where a plain store would kill the process.
 _MADV_POPULATE_WRITE = 23
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 class Arena:
@@ -38,7 +35,7 @@ class Arena:
         """Reserve and touch ``nbytes`` (rounded up to a page); raises ArenaError."""
         if nbytes <= 0:
             raise ArenaError(f"an arena of {nbytes} bytes was asked for; ask for at least one")
-        self.nbytes = _round_up(nbytes, PAGE_NBYTES)
+        self.nbytes = align_up(nbytes, PAGE_NBYTES)
         self.used_nbytes = 0
         self.released_nbytes = 0
         self._closed = False
@@ -96,7 +93,7 @@ class Arena:
             raise ArenaError(f"region {name!r}: align is {align}; use a power of two up to 2 MiB")
         if name in self._regions:
             raise ArenaError(f"region {name!r} was taken before; names are unique")
-        offset = _round_up(self.used_nbytes, align)
+        offset = align_up(self.used_nbytes, align)
         if nbytes < 0 or offset + nbytes > self.nbytes:
             raise ArenaError(
                 f"region {name!r} needs {nbytes} bytes, but the arena has "
@@ -116,7 +113,7 @@ class Arena:
         The figure is a level, not a step: a smaller one than before changes nothing. Returns how
         much is released now. Contents there are lost; nobody may touch them until restored."""
         begin = self.nbytes - min(max(nbytes, 0), self.nbytes)
-        begin = _round_up(begin, HUGE_NBYTES if begin < self._huge_end else PAGE_NBYTES)
+        begin = align_up(begin, HUGE_NBYTES if begin < self._huge_end else PAGE_NBYTES)
         end = self.nbytes - self.released_nbytes
         if begin < end:
             advice = getattr(mmap, "MADV_FREE" if sys.platform == "darwin" else "MADV_DONTNEED")

@@ -15,7 +15,6 @@ from aegis.cli.options import (
     model_option,
     prompt_options,
     quiet_option,
-    refuse_contradictions,
     verbose_option,
 )
 from aegis.cli.report import (
@@ -27,7 +26,7 @@ from aegis.cli.report import (
     note_plan,
     print_json,
 )
-from aegis.cli.source import SAMPLE_PROMPT, Request, on_terminal, resolve_request
+from aegis.cli.source import SAMPLE_PROMPT, Request, on_terminal, requested
 
 
 @click.command("run", short_help="Answer a prompt, or chat on a terminal.")
@@ -46,14 +45,7 @@ def command(positionals: tuple[str, ...], **options: Any) -> int:
     or is appended to it. With no prompt at all it chats on a terminal (/exit or Ctrl-D leaves).
     The memory plan and the figures go to stderr, only the answer goes to stdout.
     """
-    refuse_contradictions(options)
-    request = resolve_request(
-        positionals,
-        options["model"],
-        options["prompt"],
-        options["prompt_file"],
-        options["ctx_size"],
-    )
+    request = requested(positionals, options)
     note_fallback(options)
     choice = choose_caps(options)
     if len(choice.caps) > 1:

@@ -13,6 +13,7 @@ from typing import BinaryIO
 
 import click
 
+from aegis.cli.options import Options, refuse_contradictions
 from aegis.errors import UsageError
 from aegis.settings import DEFAULT_CONTEXT
 
@@ -89,6 +90,18 @@ def resolve_request(
     if not given and any(part is not None for part in asked):
         raise UsageError("the prompt is empty; give some text, or no prompt at all for a sample")
     return Request(resolve_model(model), "\n".join(given) if given else None)
+
+
+def requested(positionals: Sequence[str], options: Options) -> Request:
+    """What a verb that takes a prompt was asked for."""
+    refuse_contradictions(options)
+    return resolve_request(
+        positionals,
+        options["model"],
+        options["prompt"],
+        options["prompt_file"],
+        options["ctx_size"],
+    )
 
 
 def on_terminal() -> bool:

@@ -20,12 +20,11 @@ from aegis.cli.options import (
     model_option,
     prompt_options,
     quiet_option,
-    refuse_contradictions,
     verbose_option,
 )
 from aegis.cli.plan import model_folder, plan_for
 from aegis.cli.report import SCHEMA_VERSION, note, note_fallback, print_json
-from aegis.cli.source import SAMPLE_PROMPT, Request, resolve_request
+from aegis.cli.source import SAMPLE_PROMPT, Request, requested
 from aegis.errors import AegisError, PlanError
 from aegis.planner import format_size
 
@@ -62,14 +61,7 @@ def command(positionals: tuple[str, ...], **options: Any) -> int:
     row runs in a process of its own, so its peak is its own. ``identical`` says that the tokens
     are those of the first row.
     """
-    refuse_contradictions(options)
-    request = resolve_request(
-        positionals,
-        options["model"],
-        options["prompt"],
-        options["prompt_file"],
-        options["ctx_size"],
-    )
+    request = requested(positionals, options)
     note_fallback(options)
     caps = options["cap"] or _spread(model_folder(request.model), options)
     return sweep(request, caps, options)

@@ -17,7 +17,7 @@ from aegis.checkpoint.fileio import (
     write_file,
 )
 from aegis.checkpoint.layout import PARTS, ExpertGeometry
-from aegis.checkpoint.manifest import Checksums, encode
+from aegis.checkpoint.manifest import encode
 from aegis.checkpoint.store import EXPERT_FOLDERS, MANIFEST, Store, expert_file
 from aegis.convert.build import (
     check_space,
@@ -73,7 +73,7 @@ def write_3bit(store: Store, progress: Callable[[int, int], None] | None = None)
 
 def _convert_layer(store: Store, folder: Path, layer: int) -> tuple[int, ...]:
     layout, old, new = store.layout, store.layout.geometry("4bit"), store.layout.geometry("3bit")
-    expected = _checksums_of(store.manifest.experts_crc32, layout.moe_layers, layer)
+    expected = store.expert_checksums()[layout.moe_layers.index(layer)]
     record, out = aligned_buffer(old.stride), aligned_buffer(new.stride)
     checksums = []
     source = expert_file(store.path, layer)
@@ -92,10 +92,6 @@ def _convert_layer(store: Store, folder: Path, layer: int) -> tuple[int, ...]:
             checksums.append(zlib.crc32(out.data))
             writer.write(out)
     return tuple(checksums)
-
-
-def _checksums_of(checksums: Checksums, layers: tuple[int, ...], layer: int) -> tuple[int, ...]:
-    return checksums[layers.index(layer)]
 
 
 def _convert_record(

@@ -11,9 +11,8 @@ import numpy as np
 
 from aegis.engine.logits_room import LogitsRoom
 from aegis.engine.opening import Opened, open_model
+from aegis.engine.planning import settings_for
 from aegis.errors import AegisError, UsageError
-from aegis.planner import parse_size
-from aegis.settings import Settings
 from aegis.tiers.errors import TiersError
 
 if TYPE_CHECKING:
@@ -63,12 +62,7 @@ class Engine:
             PlanError: the plan does not fit; nothing was allocated.
             UsageError, CheckpointError, StoreError, TokenizerError, BackendError: as they say.
         """
-        try:
-            cap_nbytes = cap if isinstance(cap, int) else parse_size(cap)
-            settings = Settings(cap_nbytes=cap_nbytes, **options)
-        except (TypeError, ValueError) as error:
-            raise UsageError(str(error)) from None
-        return cls(open_model(path, settings, progress, on_plan))
+        return cls(open_model(path, settings_for(cap, options), progress, on_plan))
 
     def __enter__(self) -> Engine:
         return self

@@ -9,17 +9,19 @@ import os
 import sys
 from pathlib import Path
 
+from aegis.checkpoint.pagecache import drop_pages
+
 _STATUS = Path("/proc/self/status")
 
 
-def _status_nbytes(*fields: str) -> int | None:
-    """Sum of the named kB fields of /proc/self/status, or None where there is none."""
+def _status_nbytes(field: str) -> int | None:
+    """A kB field of /proc/self/status, or None where there is none."""
     try:
         lines = _STATUS.read_text().splitlines()
     except OSError:
         return None
     values = {name: value for name, _, value in (line.partition(":") for line in lines)}
-    return sum(int(values[field].split()[0]) * 1024 for field in fields)
+    return int(values[field].split()[0]) * 1024
 
 
 def resident_nbytes() -> int:
@@ -63,13 +65,11 @@ def drop_loaded_pages() -> None:
     Reading ahead while importing leaves tens of MiB of page cache that the process, or its
     container, is charged for. Mapped pages stay; dropped ones come back when they are needed.
     """
-    if not hasattr(os, "posix_fadvise"):
-        return
     for file in _loaded_files():
         with contextlib.suppress(OSError):
             fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                drop_pages(fd)
             finally:
                 os.close(fd)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from aegis.errors import BackendError, UsageError
 from aegis.kernels import registry
@@ -14,7 +14,7 @@ from aegis.kernels.base import BackendUnavailableError, WorkspaceSpec
 from aegis.kernels.sizes import align_up
 from aegis.kernels.threads import default_threads, usable_processors
 from aegis.models import family
-from aegis.planner import MemoryPlan, PlanRequest, PrefillOption
+from aegis.planner import MemoryPlan, PlanRequest, PrefillOption, parse_size
 from aegis.planner import make_plan as plan_request
 from aegis.settings import (
     ALIGNMENT_NBYTES,
@@ -77,6 +77,19 @@ class Request:
 def _num_resident_weights(layout: StoreLayout) -> int:
     shapes = [tensor.shape for tensor in layout.resident.values()]
     return sum(align_up(s[0], 16) * s[1] for s in shapes if len(s) == 2)
+
+
+def settings_for(cap: str | int, options: Mapping[str, Any]) -> Settings:
+    """Settings from a cap in bytes or as text, and from fields of ``Settings``.
+
+    Raises:
+        UsageError: the cap or an option is wrong.
+    """
+    try:
+        cap_nbytes = cap if isinstance(cap, int) else parse_size(cap)
+        return Settings(cap_nbytes=cap_nbytes, **options)
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error)) from None
 
 
 def choose_backend(name: str) -> str:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from aegis.kernels.base import AttentionSpec, KVCache, KVSpec, Weight
 from aegis.kernels.native import _native
 from aegis.kernels.native.descs import linear_desc, vector_address
-from aegis.kernels.native.sizes_attention import KV_ALIGN, kv_nbytes
+from aegis.kernels.native.sizes_attention import kv_nbytes, kv_positions
 from aegis.kernels.native.workspace import Workspace
 
 F32 = NDArray[np.float32]
@@ -29,9 +29,8 @@ class NativeKVCache:
                 f"but was given {buffer.nbytes}"
             )
         self._buffer = buffer
-        positions = -(-spec.context // KV_ALIGN) * KV_ALIGN
         self.native = _native.KVCache(
-            buffer.ctypes.data, spec.num_key_value_heads, positions, spec.head_dim
+            buffer.ctypes.data, spec.num_key_value_heads, kv_positions(spec), spec.head_dim
         )
 
 

@@ -6,6 +6,7 @@ The C++ blocks carve the same pieces in the same order and refuse a scratch that
 from __future__ import annotations
 
 from aegis.kernels.base import KVSpec, WorkspaceSpec
+from aegis.kernels.sizes import align_up
 
 ROW_TILE = 128
 """Rows that pass through a block's phases together; it bounds scratch, not results."""
@@ -30,10 +31,14 @@ def _padded(row: int) -> int:
     return row + _LINE
 
 
+def kv_positions(spec: KVSpec) -> int:
+    """Positions that one layer's cache has room for: the context, rounded up to 16."""
+    return align_up(spec.context, KV_ALIGN)
+
+
 def kv_nbytes(spec: KVSpec) -> int:
-    """Keys and values of one layer in float32, positions rounded up to 16."""
-    positions = -(-spec.context // KV_ALIGN) * KV_ALIGN
-    return 2 * spec.num_key_value_heads * positions * spec.head_dim * _F32
+    """Keys and values of one layer in float32."""
+    return 2 * spec.num_key_value_heads * kv_positions(spec) * spec.head_dim * _F32
 
 
 def attention_scratch_nbytes(spec: WorkspaceSpec) -> int:
