@@ -176,7 +176,9 @@ def repack_codes(words: U32, bits: int, new_bits: int) -> U32:
 
 
 # Per 32 codes the checkpoint has 96 consecutive bits s0 s1 s2 and il16 has six 16-bit halves. Half
-# t holds bits 15t..15t+14 of the stream (five whole codes) and, on top, bit 90+t of the stream.
+# t holds bits 15t..15t+14 of the stream (five whole codes). The last six bits of the stream, two
+# codes, are on top of the halves: one code over the low halves of the three words, the other over
+# the high ones, so that three shifts gather both.
 
 
 def _stream_to_halves(words: U32) -> U32:
@@ -194,8 +196,8 @@ def _stream_to_halves(words: U32) -> U32:
     )
     spare = s2 >> np.uint32(26)
     for word in range(3):
-        pair = spare >> np.uint32(2 * word)
-        out[..., word] |= ((pair & np.uint32(1)) << np.uint32(15)) | (pair >> 1 << np.uint32(31))
+        bit, top = spare >> np.uint32(word), spare >> np.uint32(word + 3)
+        out[..., word] |= ((bit & np.uint32(1)) << np.uint32(15)) | (top << np.uint32(31))
     return out.reshape(words.shape)
 
 
@@ -204,7 +206,7 @@ def _halves_to_stream(words: U32) -> U32:
     blocks = words.reshape(*words.shape[:-1], -1, 3)
     low, one = np.uint32(0x7FFF), np.uint32(1)
     half = [(blocks[..., t // 2] >> np.uint32(16 * (t % 2))) & low for t in range(6)]
-    spare = [(blocks[..., t // 2] >> np.uint32(16 * (t % 2) + 15)) & one for t in range(6)]
+    spare = [(blocks[..., t % 3] >> np.uint32(16 * (t // 3) + 15)) & one for t in range(6)]
     out = np.empty_like(blocks)
     out[..., 0] = half[0] | (half[1] << np.uint32(15)) | (half[2] << np.uint32(30))
     out[..., 1] = (

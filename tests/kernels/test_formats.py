@@ -154,7 +154,7 @@ def codes_of_words(words: list[int], bits: int) -> list[int]:
         for word in half:
             for u in (0, 1):
                 codes += [(word >> (16 * u + 3 * i)) & 7 for i in range(5)]
-        spare = [(word >> (16 * u + 15)) & 1 for word in half for u in (0, 1)]
+        spare = [(word >> (16 * u + 15)) & 1 for u in (0, 1) for word in half]
         codes += [sum(bit << i for i, bit in enumerate(spare[s : s + 3])) for s in (0, 3)]
     return codes
 

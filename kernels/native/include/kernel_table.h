@@ -23,12 +23,16 @@ struct TileArgs {
     int64_t out_base = 0;
     const float* const* add = nullptr;
     const float* weights = nullptr;
+    const float* scaled = nullptr;  // what scale_inputs made of the only token's x
     const uint8_t* next = nullptr;  // weights this thread reads after these; null: those that follow
 };
 
 struct KernelTable {
     const char* name;
     void (*linear_tile)(const TileArgs& args);
+    // Inputs [n] of one token for TileArgs::scaled. False: this kind has no such way, or these inputs
+    // would change bits. Null where the instruction set has none.
+    bool (*scale_inputs)(Kind kind, const float* x, int64_t n, float* out);
     // sums[g] = sum of x[64 g .. 64 g + 63] by a fixed tree; n is a multiple of 64.
     void (*row_sums)(const float* x, int64_t n, float* sums);
     // out = silu(gate) * up; n is a multiple of 16.
@@ -46,6 +50,9 @@ struct KernelTable {
 
 // The table in use: the best one this processor runs, or what AEGIS_ISA or select_isa named.
 const KernelTable& kernels();
+
+// The inputs of one token made ready for a fast way, in `buffer` [n]; null where there is none.
+const float* scaled_inputs(const LinearDesc& w, const float* x, float* buffer);
 
 // "avx512", "avx2", "neon" or "scalar"; false if this build or this processor lacks it.
 bool select_isa(const char* name);

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "kernel_table.h"
+#include "masked.h"
 #include "unpack.h"
 #include "vmath.h"
 
@@ -53,7 +54,7 @@ AEGIS_INLINE void direct_groups(const W& policy, const TileArgs& args, const uin
   const float* x[NT];
   f32x16 a[NT][N], b[NT][N];
   for (int t = 0; t < NT; ++t) {
-    x[t] = args.x[t] + g * kGroup;
+    x[t] = (W::scaled ? args.scaled : args.x[t]) + g * kGroup;
     for (int n = 0; n < N; ++n) a[t][n] = b[t][n] = zero();
   }
   for (int64_t line = 0; line < N * step; line += 64) prefetch_far(ahead + line);
@@ -70,8 +71,11 @@ AEGIS_INLINE void direct_groups(const W& policy, const TileArgs& args, const uin
     const uint8_t* params = block + n * step;
     const f32x16 scale = W::affine ? load_number(params, args.w->dtype) : zero();
     const f32x16 bias = W::affine ? load_number(params + param, args.w->dtype) : zero();
-    for (int t = 0; t < NT; ++t)
-      total[t] = fold<W>(add(a[t][n], b[t][n]), scale, bias, args.sums[t][g + n], total[t]);
+    for (int t = 0; t < NT; ++t) {
+      f32x16 sum = add(a[t][n], b[t][n]);
+      if (W::scaled) sum = mul(sum, set1(kUnscale));
+      total[t] = fold<W>(sum, scale, bias, args.sums[t][g + n], total[t]);
+    }
   }
 }
 
@@ -189,6 +193,8 @@ static void linear_of(const TileArgs& args) {
 }
 
 static void linear_tile(const TileArgs& args) {
+  if (args.scaled)
+    return args.w->kind == Kind::affine4 ? direct<Masked4, 1>(args) : direct<Masked3, 1>(args);
   switch (args.w->kind) {
     case Kind::affine4:
       return linear_of<Affine4>(args);
@@ -268,6 +274,9 @@ static KernelTable make_table(const char* name) {
   KernelTable table = {};
   table.name = name;
   table.linear_tile = linear_tile;
+#if !defined(AEGIS_ISA_SCALAR)
+  table.scale_inputs = scale_inputs;
+#endif
   table.row_sums = row_sums;
   table.silu_mul = silu_mul;
   table.axpy = axpy;

@@ -15,8 +15,15 @@
 
 namespace aegis {
 
+// What is left of one thread's share of a phase. The word names its phase, so that a thread which
+// comes late can tell that the phase is over.
+struct alignas(64) Share {
+    std::atomic<uint64_t> word{0};  // phase << 40 | begin << 20 | end
+};
+
 struct TeamState {
-    alignas(64) std::atomic<uint64_t> claim{0};  // phase << 32 | next item
+    std::vector<Share> shares;  // one per thread
+    alignas(64) std::atomic<uint32_t> phase{0};
     alignas(64) std::atomic<int64_t> done{0};
 };
 
@@ -25,13 +32,15 @@ struct TeamState {
 // with the same n in every thread, and writes to shared memory only inside of them.
 class Team {
 public:
-    Team(int size, TeamState* state, uint32_t phase) : size(size), state_(state), phase_(phase) {}
+    Team(int size, int index, TeamState* state, uint32_t phase)
+        : size(size), index_(index), state_(state), phase_(phase) {}
 
     const int size;  // threads that may take part
 
-    // Calls f(begin, end) over [0, n) in pieces claimed by whoever is free; returns when all of them
-    // are done. Pieces shrink from a share of what is left down to `chunk`: the start of every piece
-    // is a fresh stream from memory, the last ones balance the team.
+    // Calls f(begin, end) over [0, n) in pieces; returns when all of them are done. Every thread has a
+    // share of consecutive items and goes through it in order, since another place in memory is a cold
+    // start of 1 to 2 us; one that has nothing left takes half of what another has. Pieces shrink from
+    // a quarter of the share down to `chunk`.
     template <class F>
     void each(int64_t n, int64_t chunk, F&& f) {
         if (n <= 0) return;
@@ -39,19 +48,29 @@ public:
             f(int64_t{0}, n);
             return;
         }
+        const int64_t unit = n / kMaxItems + 1, items = (n + unit - 1) / unit;
         int64_t begin, end;
-        while (claim(n, chunk, begin, end)) {
-            f(begin, end);
-            finish(end - begin, n);
+        while (claim(items, (chunk + unit - 1) / unit, begin, end)) {
+            f(begin * unit, end * unit < n ? end * unit : n);
+            finish(end - begin, items);
         }
         wait();
     }
 
 private:
-    bool claim(int64_t n, int64_t chunk, int64_t& begin, int64_t& end);
-    void finish(int64_t count, int64_t n);
+    static constexpr int64_t kMaxItems = (1 << 20) - 2;  // what a share's word can count
+
+    struct Range {
+        int64_t begin, end;
+    };
+
+    bool claim(int64_t items, int64_t chunk, int64_t& begin, int64_t& end);
+    bool steal(int64_t items, int64_t chunk);
+    Range left(int thread, uint64_t word, int64_t items) const;
+    void finish(int64_t count, int64_t items);
     void wait();
 
+    int index_;
     TeamState* state_;
     uint32_t phase_;
 };
@@ -75,7 +94,7 @@ public:
     // The same body on the calling thread alone, for work too small to share.
     template <class F>
     static void run_inline(const F& body) {
-        Team team(1, nullptr, 0);
+        Team team(1, 0, nullptr, 0);
         body(team);
     }
 
@@ -83,7 +102,7 @@ private:
     using Body = void (*)(const void*, Team&);
 
     void dispatch(Body body, const void* arg);
-    void work(uint32_t seen);
+    void work(int index, uint32_t seen);
     bool open_after(uint32_t seen) const;
     void wait_for_work(uint32_t seen);
     void start(int threads);

@@ -39,7 +39,8 @@ AEGIS_INLINE void lane_codes(const uint8_t* words, int lane, float* codes) {
   }
 }
 
-// 64 codes of 3 bits: five in each 16-bit half word, the last two of 32 in the spare bits.
+// 64 codes of 3 bits: five in each 16-bit half word, the last two of 32 in the spare bits, one over
+// the low halves of three words, one over the high halves.
 AEGIS_INLINE void lane_codes3(const uint8_t* words, int lane, float* codes) {
   for (int h = 0; h < 2; ++h) {
     uint32_t spare = 0;
@@ -47,7 +48,7 @@ AEGIS_INLINE void lane_codes3(const uint8_t* words, int lane, float* codes) {
       const uint32_t bits16 = lane_word(words, 3 * h + half / 2, lane) >> (16 * (half % 2));
       for (int i = 0; i < 5; ++i)
         codes[32 * h + 5 * half + i] = (float)(int32_t)(bits16 >> (3 * i) & 7);
-      spare |= (bits16 >> 15 & 1) << half;
+      spare |= (bits16 >> 15 & 1) << (3 * (half % 2) + half / 2);
     }
     codes[32 * h + 30] = (float)(int32_t)(spare & 7);
     codes[32 * h + 31] = (float)(int32_t)(spare >> 3);

@@ -103,6 +103,11 @@ AEGIS_INLINE f32x16 abs(f32x16 a) { return as_float(iand(bits(a), iset1(INT32_MA
 AEGIS_INLINE f32x16 lookup16(f32x16 table, i32x16 index) {
   return {_mm512_permutexvar_ps(index.v, table.v)};
 }
+// Of a table of 32 numbers of 16 bits, those that the low five bits of each lane's high half name,
+// in the high half over zeros.
+AEGIS_INLINE f32x16 lookup_high16(f32x16 table, i32x16 index) {
+  return as_float({_mm512_maskz_permutexvar_epi16(0xAAAAAAAAu, index.v, bits(table).v)});
+}
 AEGIS_INLINE f32x16 lookup8(f32x16 table, i32x16 index) { return lookup16(table, index); }
 
 }  // namespace aegis::avx512

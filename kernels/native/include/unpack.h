@@ -40,12 +40,18 @@ template <int BITS>
 struct CodeTable {
 #if defined(AEGIS_ISA_AVX512)
   f32x16 values;
+  f32x16 halves;  // the same as 32 numbers of bf16, which is exact up to 8 bits
   AEGIS_INLINE CodeTable make() {
     float t[16];
-    for (int i = 0; i < 16; ++i) t[i] = (float)(i & ((1 << BITS) - 1));
-    f32x16 v = load(t);
-    __asm__("" : "+v"(v.v));  // else g++ reads the table from memory for every lookup
-    return {v};
+    uint16_t h[32];
+    for (int i = 0; i < 32; ++i) {
+      const float code = (float)(i & ((1 << BITS) - 1));
+      if (i < 16) t[i] = code;
+      h[i] = (uint16_t)(__builtin_bit_cast(uint32_t, code) >> 16);
+    }
+    f32x16 v = load(t), w = load((const float*)h);
+    __asm__("" : "+v"(v.v), "+v"(w.v));  // else g++ reads the tables from memory for every lookup
+    return {v, w};
   }
 #elif defined(AEGIS_ISA_AVX2)
   __m256 values;
@@ -76,7 +82,32 @@ struct CodeTable {
     for (int n = 0; n < N; ++n) c.v[n] = one<SHIFT>(w.v[n]);
     return c;
   }
+
+  // The code in the low bits of each half of a word. The high one needs no shift: a lookup of 16-bit
+  // numbers leaves bf16 in the high half and zeros below, which is the f32.
+  template <int N>
+  __attribute__((always_inline)) Codes<N> low(Words<N> w) const {
+    return get<0>(w);
+  }
+  template <int N>
+  __attribute__((always_inline)) Codes<N> high(Words<N> w) const {
+#if defined(AEGIS_ISA_AVX512)
+    Codes<N> c;
+    for (int n = 0; n < N; ++n) c.v[n] = lookup_high16(halves, w.v[n]);
+    return c;
+#else
+    return get<16>(w);
+#endif
+  }
 };
+
+// Every word moved right.
+template <int SHIFT, int N>
+AEGIS_INLINE Words<N> shifted(Words<N> w) {
+  Words<N> s;
+  for (int n = 0; n < N; ++n) s.v[n] = SHIFT ? ishr<SHIFT>(w.v[n]) : w.v[n];
+  return s;
+}
 
 // The bits of MASK from a, the others from b.
 template <int MASK>
@@ -106,80 +137,80 @@ constexpr int kGroupsAtOnce = 1;  // a row block is two or four registers: chain
 #endif
 
 struct Affine4 {
-  static constexpr bool affine = true;
+  static constexpr bool affine = true, scaled = false;
   static constexpr int groups_at_once = kGroupsAtOnce;
   CodeTable<4> table = CodeTable<4>::make();
-
-  template <int SHIFT, int N, class F>
-  __attribute__((always_inline)) void step(int k, Words<N> a, Words<N> b, F f) const {
-    f(k + SHIFT / 4, table.get<SHIFT>(a), table.get<SHIFT>(b));
-  }
 
   template <int N, class F>
   __attribute__((always_inline)) void codes(const uint8_t* words, int64_t stride, F f) const {
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
-      const Words<N> a = load_words<N>(words + 64 * j, stride);
-      const Words<N> b = load_words<N>(words + 64 * (j + 4), stride);
-      step<0>(8 * j, a, b, f);
-      step<4>(8 * j, a, b, f);
-      step<8>(8 * j, a, b, f);
-      step<12>(8 * j, a, b, f);
-      step<16>(8 * j, a, b, f);
-      step<20>(8 * j, a, b, f);
-      step<24>(8 * j, a, b, f);
-      step<28>(8 * j, a, b, f);
+      const Words<N> a0 = load_words<N>(words + 64 * j, stride);
+      const Words<N> b0 = load_words<N>(words + 64 * (j + 4), stride);
+      const Words<N> a1 = shifted<4>(a0), b1 = shifted<4>(b0);
+      const Words<N> a2 = shifted<8>(a0), b2 = shifted<8>(b0);
+      const Words<N> a3 = shifted<12>(a0), b3 = shifted<12>(b0);
+      f(8 * j + 0, table.low(a0), table.low(b0));
+      f(8 * j + 1, table.low(a1), table.low(b1));
+      f(8 * j + 2, table.low(a2), table.low(b2));
+      f(8 * j + 3, table.low(a3), table.low(b3));
+      f(8 * j + 4, table.high(a0), table.high(b0));
+      f(8 * j + 5, table.high(a1), table.high(b1));
+      f(8 * j + 6, table.high(a2), table.high(b2));
+      f(8 * j + 7, table.high(a3), table.high(b3));
     }
   }
 };
 
+// Bits 15 of the three words as one code, bits 31 as another.
+template <int N>
+AEGIS_INLINE Words<N> spare3(const uint8_t* words, int64_t stride) {
+  const Words<N> x = load_words<N>(words, stride);
+  const Words<N> y = load_words<N>(words + 64, stride);
+  const Words<N> z = load_words<N>(words + 128, stride);
+  Words<N> w;
+  for (int n = 0; n < N; ++n) {
+    const i32x16 two = pick<0x10001>(ishr<15>(x.v[n]), ishr<14>(y.v[n]));
+    w.v[n] = pick<0x40004>(ishr<13>(z.v[n]), two);
+  }
+  return w;
+}
+
 // Three words hold 30 codes, five to a 16-bit half, and in their bits 15 and 31 the last two.
 struct Affine3 {
-  static constexpr bool affine = true;
+  static constexpr bool affine = true, scaled = false;
   static constexpr int groups_at_once = kGroupsAtOnce;
   CodeTable<3> table = CodeTable<3>::make();
 
-  template <int SHIFT, int N, class F>
-  __attribute__((always_inline)) void step(int k, Words<N> a, Words<N> b, F f) const {
-    f(k + (SHIFT < 16 ? SHIFT / 3 : 5 + (SHIFT - 16) / 3), table.get<SHIFT>(a), table.get<SHIFT>(b));
-  }
-
-  // Bit 0 from bit FIRST of x, bit 1 from SECOND of y, bit 2 from THIRD of z.
-  template <int FIRST, int SECOND, int THIRD, int N>
-  __attribute__((always_inline)) Codes<N> spare(Words<N> x, Words<N> y, Words<N> z) const {
-    Words<N> w;
-    for (int n = 0; n < N; ++n) {
-      const i32x16 low = pick<1>(ishr<FIRST>(x.v[n]), ishr<SECOND - 1>(y.v[n]));
-      w.v[n] = pick<4>(ishr<THIRD - 2>(z.v[n]), low);
-    }
-    return table.get<0>(w);
-  }
-
   template <int N, class F>
   __attribute__((always_inline)) void codes(const uint8_t* words, int64_t stride, F f) const {
-    Words<N> a[3], b[3];
 #pragma GCC unroll 3
     for (int j = 0; j < 3; ++j) {
-      a[j] = load_words<N>(words + 64 * j, stride);
-      b[j] = load_words<N>(words + 64 * (j + 3), stride);
-      step<0>(10 * j, a[j], b[j], f);
-      step<3>(10 * j, a[j], b[j], f);
-      step<6>(10 * j, a[j], b[j], f);
-      step<9>(10 * j, a[j], b[j], f);
-      step<12>(10 * j, a[j], b[j], f);
-      step<16>(10 * j, a[j], b[j], f);
-      step<19>(10 * j, a[j], b[j], f);
-      step<22>(10 * j, a[j], b[j], f);
-      step<25>(10 * j, a[j], b[j], f);
-      step<28>(10 * j, a[j], b[j], f);
+      const Words<N> a0 = load_words<N>(words + 64 * j, stride);
+      const Words<N> b0 = load_words<N>(words + 64 * (j + 3), stride);
+      const Words<N> a1 = shifted<3>(a0), b1 = shifted<3>(b0);
+      const Words<N> a2 = shifted<6>(a0), b2 = shifted<6>(b0);
+      const Words<N> a3 = shifted<9>(a0), b3 = shifted<9>(b0);
+      const Words<N> a4 = shifted<12>(a0), b4 = shifted<12>(b0);
+      f(10 * j + 0, table.low(a0), table.low(b0));
+      f(10 * j + 1, table.low(a1), table.low(b1));
+      f(10 * j + 2, table.low(a2), table.low(b2));
+      f(10 * j + 3, table.low(a3), table.low(b3));
+      f(10 * j + 4, table.low(a4), table.low(b4));
+      f(10 * j + 5, table.high(a0), table.high(b0));
+      f(10 * j + 6, table.high(a1), table.high(b1));
+      f(10 * j + 7, table.high(a2), table.high(b2));
+      f(10 * j + 8, table.high(a3), table.high(b3));
+      f(10 * j + 9, table.high(a4), table.high(b4));
     }
-    f(30, spare<15, 31, 15>(a[0], a[0], a[1]), spare<15, 31, 15>(b[0], b[0], b[1]));
-    f(31, spare<31, 15, 31>(a[1], a[2], a[2]), spare<31, 15, 31>(b[1], b[2], b[2]));
+    const Words<N> a = spare3<N>(words, stride), b = spare3<N>(words + 192, stride);
+    f(30, table.low(a), table.low(b));
+    f(31, table.high(a), table.high(b));
   }
 };
 
 struct Affine8 {
-  static constexpr bool affine = true;
+  static constexpr bool affine = true, scaled = false;
   static constexpr int groups_at_once = 1;
   CodeTable<8> table = CodeTable<8>::make();
 
@@ -204,7 +235,7 @@ struct Affine8 {
 
 template <DType D>
 struct Dense {
-  static constexpr bool affine = false;
+  static constexpr bool affine = false, scaled = false;
   static constexpr int groups_at_once = 1;
   static constexpr int row = D == DType::f32 ? 64 : 32;
 

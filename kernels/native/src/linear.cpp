@@ -11,6 +11,7 @@ namespace {
 constexpr int64_t kChunkNbytes = 48 << 10;   // one claim of weights
 constexpr int64_t kInlineNbytes = 48 << 10;  // weights times tokens not worth a dispatch
 constexpr int kMaxJobs = 8;
+constexpr int64_t kMaxScaled = 8192;  // inputs made ready on the stack
 
 // Row blocks of one claim: even, large enough to stream, small enough to balance the team.
 int64_t chunk_blocks(const LinearDesc& w, int team) {
@@ -20,6 +21,7 @@ int64_t chunk_blocks(const LinearDesc& w, int team) {
 }
 
 void run_tile(const LinearJob& job, int64_t begin, int64_t end, int64_t t0, int tokens) {
+    alignas(64) float scaled[kMaxScaled];
     const float *x[kMaxTokens], *sums[kMaxTokens], *add[kMaxTokens];
     float* out[kMaxTokens];
     for (int t = 0; t < tokens; ++t) {
@@ -30,6 +32,7 @@ void run_tile(const LinearJob& job, int64_t begin, int64_t end, int64_t t0, int 
     }
     TileArgs args{job.w, begin, end, tokens, x, sums, out};
     args.add = job.add ? add : nullptr;
+    if (tokens == 1 && job.w->in_features <= kMaxScaled) args.scaled = scaled_inputs(*job.w, x[0], scaled);
     kernels().linear_tile(args);
 }
 
@@ -44,14 +47,16 @@ void linear_phase(Team& team, const LinearJob* jobs, int count, int64_t tokens) 
     }
     const int64_t panels = (tokens + kMaxTokens - 1) / kMaxTokens;
     team.each(panels * per_panel, 1, [&](int64_t begin, int64_t end) {
-        for (int64_t item = begin; item < end; ++item) {
-            const int64_t t0 = item / per_panel * kMaxTokens;
-            int64_t local = item % per_panel;
+        while (begin < end) {
+            const int64_t t0 = begin / per_panel * kMaxTokens;
+            int64_t local = begin % per_panel;
             int j = 0;
             while (local >= items[j]) local -= items[j++];
+            const int64_t pieces = std::min(end - begin, items[j] - local);
             const int64_t first = local * chunk[j];
-            const int64_t last = std::min(first + chunk[j], jobs[j].w->row_blocks());
+            const int64_t last = std::min(first + pieces * chunk[j], jobs[j].w->row_blocks());
             run_tile(jobs[j], first, last, t0, static_cast<int>(std::min<int64_t>(kMaxTokens, tokens - t0)));
+            begin += pieces;
         }
     });
 }

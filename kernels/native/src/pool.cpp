@@ -1,5 +1,6 @@
 #include "pool.h"
 
+#include <algorithm>
 #include <chrono>
 
 #if defined(__linux__)
@@ -53,34 +54,78 @@ int usable_processors() {
     return count > 0 ? count : 1;
 }
 
-// The next piece of this thread's phase; false when none is left. Phase and item are one word, so a
-// thread that was interrupted here cannot claim from a later phase.
-bool Team::claim(int64_t n, int64_t chunk, int64_t& begin, int64_t& end) {
-    uint64_t word = state_->claim.load(std::memory_order_acquire);
+namespace {
+
+constexpr uint32_t kPhases = 1 << 24;
+constexpr uint64_t kItemMask = (1 << 20) - 1;
+constexpr uint64_t kUntouched = kItemMask << 20 | kItemMask;  // the whole share, whatever its size
+
+uint64_t untouched(uint32_t phase) { return uint64_t{phase} << 40 | kUntouched; }
+
+}  // namespace
+
+Team::Range Team::left(int thread, uint64_t word, int64_t items) const {
+    if ((word & kUntouched) == kUntouched) return {items * thread / size, items * (thread + 1) / size};
+    return {static_cast<int64_t>(word >> 20 & kItemMask), static_cast<int64_t>(word & kItemMask)};
+}
+
+// A share of another phase than this thread's means that this thread's phase is over.
+bool Team::claim(int64_t items, int64_t chunk, int64_t& begin, int64_t& end) {
+    std::atomic<uint64_t>& own = state_->shares[index_].word;
+    uint64_t word = own.load(std::memory_order_acquire);
     for (;;) {
-        begin = static_cast<uint32_t>(word);
-        if (static_cast<uint32_t>(word >> 32) != phase_ || begin >= n) return false;
-        const int64_t share = (n - begin) / (2 * size);
-        end = begin + (share > chunk ? share : chunk);
-        if (end > n) end = n;
-        const uint64_t claimed = word + static_cast<uint64_t>(end - begin);
-        if (state_->claim.compare_exchange_weak(word, claimed, std::memory_order_acq_rel, std::memory_order_acquire))
-            return true;
+        if (word >> 40 != phase_) return false;
+        const Range range = left(index_, word, items);
+        if (range.begin >= range.end) {
+            if (!steal(items, chunk)) return false;
+            word = own.load(std::memory_order_acquire);
+            continue;
+        }
+        begin = range.begin;
+        end = std::min(range.begin + std::max(chunk, (range.end - range.begin) / 4), range.end);
+        const uint64_t rest = uint64_t{phase_} << 40 | static_cast<uint64_t>(end) << 20 | static_cast<uint64_t>(range.end);
+        if (own.compare_exchange_weak(word, rest, std::memory_order_acq_rel, std::memory_order_acquire)) return true;
     }
 }
 
-void Team::finish(int64_t count, int64_t n) {
-    if (state_->done.fetch_add(count, std::memory_order_acq_rel) + count != n) return;
+// Moves the second half of what another thread has left into this thread's share, which is empty and
+// which nobody else writes then: the phase cannot end before these items are done.
+bool Team::steal(int64_t items, int64_t chunk) {
+    for (int step = 1; step < size; ++step) {
+        const int victim = (index_ + step) % size;
+        std::atomic<uint64_t>& other = state_->shares[victim].word;
+        uint64_t word = other.load(std::memory_order_acquire);
+        for (;;) {
+            if (word >> 40 != phase_) return false;
+            const Range range = left(victim, word, items);
+            if (range.begin >= range.end) break;
+            const int64_t half = std::max((range.end - range.begin) / 2, chunk);
+            const int64_t middle = std::max(range.begin, range.end - half);
+            const uint64_t phase = uint64_t{phase_} << 40;
+            const uint64_t rest = phase | static_cast<uint64_t>(range.begin) << 20 | static_cast<uint64_t>(middle);
+            if (!other.compare_exchange_weak(word, rest, std::memory_order_acq_rel, std::memory_order_acquire))
+                continue;
+            const uint64_t mine = phase | static_cast<uint64_t>(middle) << 20 | static_cast<uint64_t>(range.end);
+            state_->shares[index_].word.store(mine, std::memory_order_release);
+            return true;
+        }
+    }
+    return false;
+}
+
+// Whoever finishes the last item opens the next phase.
+void Team::finish(int64_t count, int64_t items) {
+    if (state_->done.fetch_add(count, std::memory_order_acq_rel) + count != items) return;
+    const uint32_t next = (phase_ + 1) % kPhases;
     state_->done.store(0, std::memory_order_relaxed);
-    state_->claim.store(static_cast<uint64_t>(phase_ + 1) << 32, std::memory_order_release);
+    for (Share& share : state_->shares) share.word.store(untouched(next), std::memory_order_relaxed);
+    state_->phase.store(next, std::memory_order_release);
 }
 
 void Team::wait() {
-    const auto over = [this] {
-        return static_cast<uint32_t>(state_->claim.load(std::memory_order_acquire) >> 32) != phase_;
-    };
+    const auto over = [this] { return state_->phase.load(std::memory_order_acquire) != phase_; };
     spin_until(over, false);
-    ++phase_;
+    phase_ = (phase_ + 1) % kPhases;
 }
 
 Pool::Pool(int threads) { start(threads); }
@@ -97,7 +142,9 @@ void Pool::start(int threads) {
     const int limit = usable_processors();
     threads_ = threads < 1 ? 1 : (threads > limit ? limit : threads);
     const uint32_t seen = static_cast<uint32_t>(gate_.load() >> 32);
-    for (int index = 1; index < threads_; ++index) workers_.emplace_back([this, seen] { work(seen); });
+    state_.shares = std::vector<Share>(static_cast<size_t>(threads_));
+    for (Share& share : state_.shares) share.word.store(untouched(state_.phase.load()));
+    for (int index = 1; index < threads_; ++index) workers_.emplace_back([this, index, seen] { work(index, seen); });
 }
 
 void Pool::stop() {
@@ -127,14 +174,14 @@ void Pool::wait_for_work(uint32_t seen) {
 
 // A worker counts itself in before it looks at the body, and only while the gate is open: the body
 // lives in the caller's frame.
-void Pool::work(uint32_t seen) {
+void Pool::work(int index, uint32_t seen) {
     for (;;) {
         wait_for_work(seen);
         if (stopping_) return;
         uint64_t gate = gate_.load();
         if (!(gate & kOpen) || !gate_.compare_exchange_strong(gate, gate + 1)) continue;
         seen = static_cast<uint32_t>(gate >> 32);
-        Team team(threads_, &state_, first_phase_);
+        Team team(threads_, index, &state_, first_phase_);
         body_(arg_, team);
         gate_.fetch_sub(1);
     }
@@ -143,19 +190,19 @@ void Pool::work(uint32_t seen) {
 void Pool::dispatch(Body body, const void* arg) {
     std::lock_guard<std::mutex> lock(dispatch_mutex_);
     if (threads_ == 1) {
-        Team team(1, nullptr, 0);
+        Team team(1, 0, nullptr, 0);
         body(arg, team);
         return;
     }
     body_ = body;
     arg_ = arg;
-    first_phase_ = static_cast<uint32_t>(state_.claim.load() >> 32);
+    first_phase_ = state_.phase.load();
     gate_.store(((gate_.load() >> 32) + 1) << 32 | kOpen);
     if (sleeping_.load() > 0) {
         { std::lock_guard<std::mutex> sleep_lock(sleep_mutex_); }
         wake_.notify_all();
     }
-    Team team(threads_, &state_, first_phase_);
+    Team team(threads_, 0, &state_, first_phase_);
     body(arg, team);
     gate_.fetch_and(~kOpen);
     const auto left = [this] { return (gate_.load() & (kOpen - 1)) == 0; };
