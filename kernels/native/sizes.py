@@ -50,6 +50,7 @@ def experts_scratch_nbytes(spec: WorkspaceSpec) -> int:
     few = min(tokens, UNORDERED_ROWS)
     act_rows = min(ACT_ROWS, tokens * choices)
     shared_rows = min(TILE_ROWS, tokens) if shared else 0
+    one_row = choices * (inner + 16) + shared + 16
     return _lines(
         tokens * (hidden // 64),
         max(tokens, few * (choices + 2)) * hidden,
@@ -58,6 +59,9 @@ def experts_scratch_nbytes(spec: WorkspaceSpec) -> int:
         act_rows * (inner // 64),
         shared_rows * (shared + 16),
         shared_rows * (shared // 64),
+        hidden,
+        one_row,
+        choices * (inner // 64) + shared // 64,
         spec.num_experts + 1,
         tokens * choices,
     )

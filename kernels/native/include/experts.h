@@ -63,6 +63,8 @@ private:
         float* act_sums;
         int64_t ld_act;
         int64_t ld_sums;
+        float* scaled_act;   // act for TileArgs::scaled, where the call has one row; else null
+        int32_t* scaled_ok;  // per group of 64, whether it may be used
     };
 
     void start(float* x, const float* normed, const int32_t* experts, const float* weights, int64_t tokens);
@@ -76,6 +78,8 @@ private:
     int64_t row_of(const Tile& tile, int t) const;
     void compute(Team& team) const;
     void gate_up(const Tile& tile, int64_t group) const;
+    const float* scaled_input(const LinearDesc& w) const;
+    const float* scaled_act(const Tile& tile) const;
     void shared_gates(const Tile& tile) const;
     void down(const Tile& tile, int64_t block_begin, int64_t block_end, const uint8_t* next) const;
     void combine(int64_t row) const;
@@ -90,6 +94,9 @@ private:
     bool has_shared_, has_gate_;
 
     float *sums_, *acc_, *partial_, *shared_out_, *gates_, *act_, *act_sums_, *shared_act_, *shared_act_sums_;
+    float *scaled_, *scaled_act_;  // the same of a single row, for TileArgs::scaled
+    int32_t* scaled_ok_;
+    bool scaled_ready_ = false;
     int32_t *offsets_, *pairs_;
 
     float* x_ = nullptr;

@@ -38,6 +38,15 @@ int64_t shared_rows(const ExpertsShape& s) {
     return s.shared_intermediate ? std::min<int64_t>(kMaxTokens, s.max_tokens) : 0;
 }
 
+// Activations of a call of one row, routed ones first.
+int64_t scaled_floats(const ExpertsShape& s) {
+    return s.per_token * padded_ld(s.intermediate) + padded_ld(s.shared_intermediate);
+}
+
+int64_t scaled_groups(const ExpertsShape& s) {
+    return s.per_token * (s.intermediate / kGroup) + s.shared_intermediate / kGroup;
+}
+
 // Result rows: one accumulator per token, or one result per pair of a few tokens.
 int64_t result_rows(const ExpertsShape& s) {
     const int64_t few = std::min(s.max_tokens, kUnorderedRows);
@@ -63,6 +72,9 @@ int64_t Experts::scratch_nbytes(const ExpertsShape& s) {
     carver.take<float>(act_rows(s) * (s.intermediate / kGroup));
     carver.take<float>(shared_rows(s) * padded_ld(s.shared_intermediate));
     carver.take<float>(shared_rows(s) * (s.shared_intermediate / kGroup));
+    carver.take<float>(s.hidden);
+    carver.take<float>(scaled_floats(s));
+    carver.take<int32_t>(scaled_groups(s));
     carver.take<int32_t>(s.experts + 1);
     carver.take<int32_t>(s.max_tokens * s.per_token);
     return carver.used();
@@ -85,6 +97,9 @@ Experts::Experts(Pool& pool, const ExpertsShape& shape, const SlotRange& slots, 
     act_sums_ = carver.take<float>(act_rows(shape) * (shape.intermediate / kGroup));
     shared_act_ = carver.take<float>(shared_rows(shape) * padded_ld(shape.shared_intermediate));
     shared_act_sums_ = carver.take<float>(shared_rows(shape) * (shape.shared_intermediate / kGroup));
+    scaled_ = carver.take<float>(shape.hidden);
+    scaled_act_ = carver.take<float>(scaled_floats(shape));
+    scaled_ok_ = carver.take<int32_t>(scaled_groups(shape));
     offsets_ = carver.take<int32_t>(shape.experts + 1);
     pairs_ = carver.take<int32_t>(shape.max_tokens * shape.per_token);
     const int64_t few = std::min(shape.max_tokens, kUnorderedRows);
@@ -193,6 +208,7 @@ void Experts::prepare_rows(int64_t begin, int64_t end) {
         kernels().row_sums(normed_ + row * hidden, hidden, sums_ + row * groups);
         std::memset(acc_ + row * hidden, 0, static_cast<size_t>(hidden) * sizeof(float));
     }
+    scaled_ready_ = tokens_ == 1 && scale_inputs(routed_.gate.kind, normed_, hidden, scaled_);
 }
 
 void Experts::clear_tiles() {
@@ -224,7 +240,8 @@ void Experts::add_routed(const ExpertDescs& weights, int32_t expert) {
             batches_.push_back(static_cast<int32_t>(tiles_.size()));
             act_used_ = 0;
         }
-        tiles_.push_back({weights, pairs_ + p, 0, rows, act_ + act_used_ * ld, act_sums_ + act_used_ * groups, ld, groups});
+        tiles_.push_back({weights, pairs_ + p, 0, rows, act_ + act_used_ * ld, act_sums_ + act_used_ * groups, ld, groups,
+                          tokens_ == 1 ? scaled_act_ + act_used_ * ld : nullptr, scaled_ok_ + act_used_ * groups});
         act_used_ += rows;
         added_ += rows;
         p += rows;
@@ -238,7 +255,9 @@ void Experts::add_shared() {
     for (int64_t first = 0; first < tokens_; first += kMaxTokens) {
         const int rows = static_cast<int>(std::min<int64_t>(kMaxTokens, tokens_ - first));
         if (first) batches_.push_back(static_cast<int32_t>(tiles_.size()));
-        tiles_.push_back({shared_, nullptr, first, rows, shared_act_, shared_act_sums_, ld, groups});
+        tiles_.push_back({shared_, nullptr, first, rows, shared_act_, shared_act_sums_, ld, groups,
+                          tokens_ == 1 ? scaled_act_ + shape_.per_token * padded_ld(shape_.intermediate) : nullptr,
+                          scaled_ok_ + shape_.per_token * (shape_.intermediate / kGroup)});
     }
 }
 
@@ -307,10 +326,12 @@ void Experts::gate_up(const Tile& tile, int64_t group) const {
     const int64_t begin = group * kGroupBlocks, end = begin + kGroupBlocks;
     TileArgs args{&tile.weights.gate, begin, end, tile.rows, x, sums, gate_out};
     args.out_base = group * kGroup;
+    args.scaled = scaled_input(tile.weights.gate);
     args.next = tile.weights.up.data + begin * tile.weights.up.row_block_nbytes();
     kernels().linear_tile(args);
     args.w = &tile.weights.up;
     args.out = up_out;
+    args.scaled = scaled_input(tile.weights.up);
     args.next = nullptr;
     if (end < tile.weights.gate.row_blocks())
         args.next = tile.weights.gate.data + end * tile.weights.gate.row_block_nbytes();
@@ -320,6 +341,19 @@ void Experts::gate_up(const Tile& tile, int64_t group) const {
         kernels().silu_mul(gate[t], up[t], act, kGroup);
         kernels().row_sums(act, kGroup, tile.act_sums + t * tile.ld_sums + group);
     }
+    if (tile.scaled_act)
+        tile.scaled_ok[group] =
+            scale_inputs(tile.weights.down.kind, tile.act + group * kGroup, kGroup, tile.scaled_act + group * kGroup);
+}
+
+const float* Experts::scaled_input(const LinearDesc& w) const {
+    return scaled_ready_ && w.kind == routed_.gate.kind ? scaled_ : nullptr;
+}
+
+const float* Experts::scaled_act(const Tile& tile) const {
+    if (!tile.scaled_act) return nullptr;
+    const bool ready = std::all_of(tile.scaled_ok, tile.scaled_ok + tile.ld_sums, [](int32_t ok) { return ok != 0; });
+    return ready ? tile.scaled_act : nullptr;
 }
 
 void Experts::shared_gates(const Tile& tile) const {
@@ -354,6 +388,7 @@ void Experts::down(const Tile& tile, int64_t block_begin, int64_t block_end, con
     }
     TileArgs args{&tile.weights.down, block_begin, block_end, tile.rows, x, sums, out};
     args.out_base = block_begin * kLanes;
+    args.scaled = scaled_act(tile);
     args.next = next;
     if (ordered_) args.weights = weights;
     kernels().linear_tile(args);

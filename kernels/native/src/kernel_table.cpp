@@ -83,10 +83,9 @@ bool denormals_are_fast() {
 
 }  // namespace
 
-const float* scaled_inputs(const LinearDesc& w, const float* x, float* buffer) {
+bool scale_inputs(Kind kind, const float* x, int64_t n, float* out) {
     const KernelTable& table = kernels();
-    if (!table.scale_inputs || !denormals_are_fast()) return nullptr;
-    return table.scale_inputs(w.kind, x, w.in_features, buffer) ? buffer : nullptr;
+    return table.scale_inputs && denormals_are_fast() && table.scale_inputs(kind, x, n, out);
 }
 
 const KernelTable& kernels() { return *active().load(std::memory_order_relaxed); }

@@ -32,7 +32,8 @@ void run_tile(const LinearJob& job, int64_t begin, int64_t end, int64_t t0, int 
     }
     TileArgs args{job.w, begin, end, tokens, x, sums, out};
     args.add = job.add ? add : nullptr;
-    if (tokens == 1 && job.w->in_features <= kMaxScaled) args.scaled = scaled_inputs(*job.w, x[0], scaled);
+    const int64_t n = job.w->in_features;
+    if (tokens == 1 && n <= kMaxScaled && scale_inputs(job.w->kind, x[0], n, scaled)) args.scaled = scaled;
     kernels().linear_tile(args);
 }
 
