@@ -13,6 +13,8 @@
 #include <thread>
 #include <vector>
 
+#include "fp_environment.h"
+
 namespace aegis {
 
 // What is left of one thread's share of a phase. The word names its phase, so that a thread which
@@ -75,9 +77,15 @@ private:
     uint32_t phase_;
 };
 
+// Processors this process may use (its affinity mask, where the system has one).
+int usable_processors();
+
+// Bodies run in the kernels' own floating-point environment, on the caller's thread and on workers.
 class Pool {
 public:
-    explicit Pool(int threads);
+    explicit Pool(int threads) : Pool(threads, usable_processors()) {}
+    // At most `limit` threads: tests ask for more than there are processors.
+    Pool(int threads, int limit);
     ~Pool();
     Pool(const Pool&) = delete;
     Pool& operator=(const Pool&) = delete;
@@ -94,6 +102,7 @@ public:
     // The same body on the calling thread alone, for work too small to share.
     template <class F>
     static void run_inline(const F& body) {
+        const FpEnvironment environment;
         Team team(1, 0, nullptr, 0);
         body(team);
     }
@@ -105,7 +114,7 @@ private:
     void work(int index, uint32_t seen);
     bool open_after(uint32_t seen) const;
     void wait_for_work(uint32_t seen);
-    void start(int threads);
+    void start(int threads, int limit);
     void stop();
 
     int threads_ = 1;
@@ -122,8 +131,5 @@ private:
     std::mutex sleep_mutex_;
     std::condition_variable wake_;
 };
-
-// Processors this process may use (its affinity mask, where the system has one).
-int usable_processors();
 
 }  // namespace aegis

@@ -177,6 +177,7 @@ void gather(const LinearDesc& table, Ids ids, std::optional<Bytes> ranges, Matri
     check_columns("rows", ranges->shape(1), table.row_block_nbytes());
     if (ranges->shape(0) < ids.shape(0)) refuse("there are more token ids than rows read");
   }
+  const FpEnvironment environment;
   for (size_t t = 0; t < ids.shape(0); ++t) {
     const int64_t id = ids.data()[t];
     const int64_t block = table.row_block_nbytes();
@@ -189,6 +190,7 @@ void gather(const LinearDesc& table, Ids ids, std::optional<Bytes> ranges, Matri
 
 // Single kernels, for tests against numpy.
 void rms_norm(Input x, Vector weight, float eps, Matrix out) {
+  const FpEnvironment environment;
   for (size_t row = 0; row < x.shape(0); ++row)
     kernels().attention.rms_norm(x.data() + row * x.shape(1), weight.data(), eps,
                                  static_cast<int64_t>(x.shape(1)), out.data() + row * x.shape(1));
@@ -200,6 +202,7 @@ void elementwise(const std::string& name, Vector x, Vector out) {
   while (f < 5 && name != names[f]) ++f;
   if (f == 5) refuse("no elementary function is called " + name);
   if (x.shape(0) != out.shape(0)) refuse("x and out differ in length");
+  const FpEnvironment environment;
   kernels().attention.elementwise(static_cast<Elementwise>(f), x.data(),
                                   static_cast<int64_t>(x.shape(0)), out.data());
 }

@@ -57,6 +57,7 @@ void run_linear(Pool& pool, const LinearDesc& desc, Matrix x, Matrix out) {
         throw nb::value_error("linear: x must be [T, in_features] and out [T, rows]");
     std::vector<float> sums(static_cast<size_t>(tokens * desc.groups()));
     nb::gil_scoped_release release;
+    const FpEnvironment environment;
     for (int64_t t = 0; t < tokens; ++t)
         kernels().row_sums(x.data() + t * desc.in_features, desc.in_features, sums.data() + t * desc.groups());
     const LinearJob job{&desc, {x.data(), desc.in_features, sums.data(), desc.groups()}, out.data(), desc.rows};

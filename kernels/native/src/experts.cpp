@@ -111,6 +111,7 @@ Experts::Experts(Pool& pool, const ExpertsShape& shape, const SlotRange& slots, 
 }
 
 void Experts::begin(float* x, const float* normed, const int32_t* experts, const float* weights, int64_t tokens) {
+    const FpEnvironment environment;
     start(x, normed, experts, weights, tokens);
     ordered_ = tokens > kUnorderedRows;
     clear_tiles();
@@ -151,6 +152,7 @@ void Experts::finish() {
 
 void Experts::run(float* x, const float* normed, const int32_t* experts, const float* weights, int64_t tokens,
                   const int32_t* ids, const int32_t* slots, int64_t count) {
+    const FpEnvironment environment;
     start(x, normed, experts, weights, tokens);
     ordered_ = true;
     clear_tiles();

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <system_error>
 
 #if defined(__linux__)
 #include <sched.h>
@@ -128,23 +129,29 @@ void Team::wait() {
     phase_ = (phase_ + 1) % kPhases;
 }
 
-Pool::Pool(int threads) { start(threads); }
+Pool::Pool(int threads, int limit) { start(threads, limit); }
 
 Pool::~Pool() { stop(); }
 
 void Pool::set_threads(int threads) {
     std::lock_guard<std::mutex> lock(dispatch_mutex_);
     stop();
-    start(threads);
+    start(threads, usable_processors());
 }
 
-void Pool::start(int threads) {
-    const int limit = usable_processors();
+// Where the system gives fewer threads than were asked for, those must do.
+void Pool::start(int threads, int limit) {
     threads_ = threads < 1 ? 1 : (threads > limit ? limit : threads);
     const uint32_t seen = static_cast<uint32_t>(gate_.load() >> 32);
     state_.shares = std::vector<Share>(static_cast<size_t>(threads_));
     for (Share& share : state_.shares) share.word.store(untouched(state_.phase.load()));
-    for (int index = 1; index < threads_; ++index) workers_.emplace_back([this, index, seen] { work(index, seen); });
+    workers_.reserve(static_cast<size_t>(threads_));
+    try {
+        for (int index = 1; index < threads_; ++index)
+            workers_.emplace_back([this, index, seen] { work(index, seen); });
+    } catch (const std::system_error&) {
+        threads_ = static_cast<int>(workers_.size()) + 1;
+    }
 }
 
 void Pool::stop() {
@@ -175,6 +182,7 @@ void Pool::wait_for_work(uint32_t seen) {
 // A worker counts itself in before it looks at the body, and only while the gate is open: the body
 // lives in the caller's frame.
 void Pool::work(int index, uint32_t seen) {
+    const FpEnvironment environment;
     for (;;) {
         wait_for_work(seen);
         if (stopping_) return;
@@ -188,6 +196,7 @@ void Pool::work(int index, uint32_t seen) {
 }
 
 void Pool::dispatch(Body body, const void* arg) {
+    const FpEnvironment environment;
     std::lock_guard<std::mutex> lock(dispatch_mutex_);
     if (threads_ == 1) {
         Team team(1, 0, nullptr, 0);
