@@ -45,12 +45,27 @@ AEGIS_INLINE f32x16 fold(f32x16 g, f32x16 scale, f32x16 bias, float sum, f32x16 
   return fma(bias, set1(sum), fma(scale, g, total));
 }
 
+// Bytes of one block and of its scales, and their type: from the policy where it has them.
+template <class W, bool Known>
+struct BlockOf {
+  static constexpr int64_t param_nbytes = W::param_nbytes, nbytes = W::block_nbytes;
+  static constexpr DType dtype = W::dtype;
+  explicit BlockOf(const LinearDesc&) {}
+};
+template <class W>
+struct BlockOf<W, false> {
+  const int64_t param_nbytes, nbytes;
+  const DType dtype;
+  explicit BlockOf(const LinearDesc& w)
+      : param_nbytes(W::affine ? kLanes * w.number_nbytes() : 0), nbytes(w.block_nbytes()), dtype(w.dtype) {}
+};
+
 // NT tokens times one row block, groups [g, g + N): codes go straight from the words into chains.
 template <class W, int NT, int N>
 AEGIS_INLINE void direct_groups(const W& policy, const TileArgs& args, const uint8_t* block,
                                 const uint8_t* ahead, int64_t g, f32x16 (&total)[NT]) {
-  const int64_t step = args.w->block_nbytes();
-  const int64_t param = W::affine ? kLanes * args.w->number_nbytes() : 0;
+  const BlockOf<W, W::scaled> shape(*args.w);
+  const int64_t step = shape.nbytes, param = shape.param_nbytes;
   const float* x[NT];
   f32x16 a[NT][N], b[NT][N];
   for (int t = 0; t < NT; ++t) {
@@ -69,8 +84,8 @@ AEGIS_INLINE void direct_groups(const W& policy, const TileArgs& args, const uin
       });
   for (int n = 0; n < N; ++n) {
     const uint8_t* params = block + n * step;
-    const f32x16 scale = W::affine ? load_number(params, args.w->dtype) : zero();
-    const f32x16 bias = W::affine ? load_number(params + param, args.w->dtype) : zero();
+    const f32x16 scale = W::affine ? load_number(params, shape.dtype) : zero();
+    const f32x16 bias = W::affine ? load_number(params + param, shape.dtype) : zero();
     for (int t = 0; t < NT; ++t) {
       f32x16 sum = add(a[t][n], b[t][n]);
       if (W::scaled) sum = mul(sum, set1(kUnscale));
@@ -83,7 +98,7 @@ template <class W, int NT>
 static void direct(const TileArgs& args) {
   constexpr int N = NT == 1 ? W::groups_at_once : 1;
   const W policy;
-  const int64_t groups = args.w->groups(), step = args.w->block_nbytes();
+  const int64_t groups = args.w->groups(), step = BlockOf<W, W::scaled>(*args.w).nbytes;
   const uint8_t* block = args.w->data + args.block_begin * args.w->row_block_nbytes();
   const uint8_t* end = args.w->data + args.block_end * args.w->row_block_nbytes();
   const uint8_t* next = args.next ? args.next : end;
@@ -192,9 +207,18 @@ static void linear_of(const TileArgs& args) {
   for (; rb < args.block_end; ++rb) tiled_blocks<W, 1>(args, rb, panel);
 }
 
+template <DType D>
+static void scaled_of(const TileArgs& args) {
+  if (args.w->kind == Kind::affine4) return direct<Masked4<D>, 1>(args);
+  direct<Masked3<D>, 1>(args);
+}
+
 static void linear_tile(const TileArgs& args) {
-  if (args.scaled)
-    return args.w->kind == Kind::affine4 ? direct<Masked4, 1>(args) : direct<Masked3, 1>(args);
+  if (args.scaled) {
+    if (args.w->dtype == DType::bf16) return scaled_of<DType::bf16>(args);
+    if (args.w->dtype == DType::f16) return scaled_of<DType::f16>(args);
+    return scaled_of<DType::f32>(args);
+  }
   switch (args.w->kind) {
     case Kind::affine4:
       return linear_of<Affine4>(args);

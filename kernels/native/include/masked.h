@@ -24,11 +24,19 @@ AEGIS_INLINE Codes<N> masked(Words<N> w) {
   return c;
 }
 
-// A code that does not lie in the 23 bits of a mantissa is moved down with its neighbours.
-struct Masked4 {
-  static constexpr bool affine = true;
+// The type of the scales is part of these: one group is so little work that looking it up shows.
+template <int BITS, DType D>
+struct Masked {
+  static constexpr bool affine = true, scaled = true;
   static constexpr int groups_at_once = kGroupsAtOnce;
-  static constexpr bool scaled = true;
+  static constexpr int64_t param_nbytes = kLanes * (D == DType::f32 ? 4 : 2);
+  static constexpr int64_t block_nbytes = 2 * param_nbytes + kLanes * kGroup * BITS / 8;
+  static constexpr DType dtype = D;
+};
+
+// A code that does not lie in the 23 bits of a mantissa is moved down with its neighbours.
+template <DType D>
+struct Masked4 : Masked<4, D> {
 
   static int bit(int k) { return k % 8 < 5 ? 4 * (k % 8) : 4 * (k % 8 - 5); }
 
@@ -51,10 +59,8 @@ struct Masked4 {
   }
 };
 
-struct Masked3 {
-  static constexpr bool affine = true;
-  static constexpr int groups_at_once = kGroupsAtOnce;
-  static constexpr bool scaled = true;
+template <DType D>
+struct Masked3 : Masked<3, D> {
 
   static int bit(int k) {
     if (k % 32 >= 30) return k % 32 == 30 ? 0 : 16;
@@ -106,8 +112,8 @@ static bool scale_for(const float* x, int64_t n, float* out) {
 
 #if !defined(AEGIS_ISA_SCALAR)
 static bool scale_inputs(Kind kind, const float* x, int64_t n, float* out) {
-  if (kind == Kind::affine4) return scale_for<Masked4>(x, n, out);
-  if (kind == Kind::affine3) return scale_for<Masked3>(x, n, out);
+  if (kind == Kind::affine4) return scale_for<Masked4<DType::bf16>>(x, n, out);
+  if (kind == Kind::affine3) return scale_for<Masked3<DType::bf16>>(x, n, out);
   return false;
 }
 #endif
