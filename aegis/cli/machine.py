@@ -11,6 +11,7 @@ from aegis.engine.limits import memory_limits
 from aegis.planner import format_size
 from aegis.settings import DEFAULT_CAP
 
+
 @dataclass(frozen=True)
 class Machine:
     """Free memory in bytes, and the limit of the container if there is one."""
@@ -27,7 +28,13 @@ class Machine:
 def read_machine(root: Path = Path("/")) -> Machine:
     """What /proc and the memory cgroups under ``root`` say; elsewhere what psutil says."""
     limits = memory_limits(root)
-    return Machine(limits.free or 0, limits.container_limit)
+    free = _physical_nbytes() if limits.free is None else limits.free
+    return Machine(free, limits.container_limit)
+
+
+def _physical_nbytes() -> int:
+    """All memory of the machine, where nothing says how much of it is free."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def default_cap(machine: Machine) -> int:

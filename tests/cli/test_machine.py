@@ -1,5 +1,6 @@
 """Free memory is the least that machine and containers allow."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,3 +72,10 @@ def test_the_default_cap_is_4_gib_or_half_of_what_is_free(free: int, cap: int) -
 def test_probing_for_direct_reads_leaves_nothing_behind(tmp_path: Path) -> None:
     assert direct_io(tmp_path / "not" / "there") in (True, False, None)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the system is asked")
+def test_where_nothing_says_what_is_free_all_memory_is_taken_to_be(tmp_path: Path) -> None:
+    machine = read_machine(tmp_path)
+    assert machine.free_nbytes > 64 << 20
+    assert machine.limit_nbytes is None
