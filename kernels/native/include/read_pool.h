@@ -6,12 +6,18 @@
 #include <cstdint>
 #include <deque>
 #include <mutex>
+#include <stdexcept>
 #include <thread>
 #include <sys/uio.h>
 #include <unordered_map>
 #include <vector>
 
 namespace aegis {
+
+// No read has this ticket, or its result was taken.
+struct UnknownTicket : std::out_of_range {
+    using std::out_of_range::out_of_range;
+};
 
 class ReadPool {
   public:
