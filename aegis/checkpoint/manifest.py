@@ -25,7 +25,7 @@ from aegis.errors import StoreError
 from aegis.kernels.base import Format, Segment
 from aegis.kernels.sizes import FormatError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 _PREFIX = b'{"crc32":"%08x",'
 _PREFIX_NBYTES = len(_PREFIX % 0)

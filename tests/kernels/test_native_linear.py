@@ -141,6 +141,32 @@ def test_denormals_infinities_and_nan_agree(seed: int, bits: int, values: list[f
             assert np.array_equal(bits_of(linear(weight, x)), expected)
 
 
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from((3, 4)),
+    st.sampled_from(("bf16", "f16", "f32")),
+    st.sampled_from((-126, -100, -75, -63, -62, -61, 0, 40, 42, 43, 44, 80)),
+    st.integers(0, 4),
+)
+def test_one_token_gives_the_bits_of_several_at_any_magnitude(
+    seed: int, bits: int, dtype: str, exponent: int, spread: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    weight = random_weight(rng, (17, 128), fmt_of(bits, dtype))
+    exponents = exponent + rng.integers(-spread, spread + 1, (1, 128))
+    x = np.ldexp(rng.choice([1.0, 1.5, 2 - 2**-23], (1, 128)), exponents).astype(np.float32)
+    # Opposite neighbours cancel, so that sums reach the smallest numbers of their inputs.
+    x[:, 1::2] = np.where(rng.random((1, 64)) < 0.5, -x[:, ::2], x[:, 1::2])
+    x[:, rng.integers(0, 128, 8)] = 0.0
+    for name in ISAS:
+        with isa(name), np.errstate(all="ignore"):
+            one = linear(weight, x)
+            many = linear(weight, np.repeat(x, 2, axis=0))
+            assert np.array_equal(bits_of(one[0]), bits_of(many[0]))
+            with isa("scalar"):
+                assert np.array_equal(bits_of(linear(weight, x)), bits_of(one))
+
+
 def test_bias_is_added_last() -> None:
     rng = np.random.default_rng(0)
     weight = random_weight(rng, (17, 64), fmt_of(4))
