@@ -126,6 +126,27 @@ def test_scalar_code_gives_the_same_bits(rows: int) -> None:
         assert np.array_equal(fused(case.block(), x, routing, case.slots), expected)
 
 
+@given(
+    st.integers(0, 2**32),
+    st.tuples(*[st.sampled_from([3, 4, 8])] * 3),
+    st.sampled_from([-70, -45, -31, -20, 0, 15, 22, 43]),
+    st.sampled_from([-64, 0, 44]),
+)
+def test_one_row_gives_the_bits_of_several_at_any_magnitude(
+    seed: int, bits: tuple[int, int, int], exponent: int, outlier: int
+) -> None:
+    case = Case(seed, "gated", bits)
+    x = np.ldexp(normal(case.rng, 2, 128), exponent)
+    x[:, seed % 128] = np.ldexp(1.5, outlier)
+    routing = random_routing(case.rng, case.spec, 2)
+    with np.errstate(all="ignore"):
+        both = fused(case.block(), x, routing, case.slots)
+        for name in _native.isas():
+            with isa(name):
+                one = fused(case.block(), x[:1], rows_of(routing, 0, 1), case.slots)
+                assert np.array_equal(one[0].view(np.uint32), both[0].view(np.uint32))
+
+
 @given(st.integers(0, 2**32), st.sampled_from([1, 4, 12]))
 def test_slots_and_packed_3bit_change_no_bit(seed: int, rows: int) -> None:
     case = Case(seed, bits=(3, 3, 3))
