@@ -15,11 +15,19 @@ OUTER = {
     "aegis.kernels": set(),
     "aegis.tiers": {"aegis.kernels"},
 }
-BELOW = {"aegis.planner", "aegis.kernels", "aegis.tiers", "aegis.errors", "aegis.settings"}
+BELOW = {
+    "aegis.planner",
+    "aegis.kernels",
+    "aegis.tiers",
+    "aegis.errors",
+    "aegis.settings",
+    "aegis.heap",
+}
 CHECKPOINT = BELOW | {"aegis.checkpoint"}
 ENGINE = CHECKPOINT | {"aegis.models", "aegis.text", "aegis.convert", "aegis.embedded"}
 INNER = {
     "aegis.errors": set(),
+    "aegis.heap": set(),
     "aegis.settings": {"aegis.errors"},
     "aegis.embedded": {"aegis.errors"},
     "aegis.checkpoint": BELOW,
@@ -29,7 +37,8 @@ INNER = {
     "aegis.engine": ENGINE,
     "aegis.api": ENGINE | {"aegis.engine"},
     "aegis": ENGINE | {"aegis.engine", "aegis.api"},
-    "aegis.cli": ENGINE | {"aegis.engine"},
+    "aegis.doctor": ENGINE | {"aegis.engine"},
+    "aegis.cli": ENGINE | {"aegis.engine", "aegis.doctor"},
     "aegis.server": ENGINE | {"aegis.engine"},
     "aegis.__main__": {"aegis.cli"},
 }

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import gc
 import os
 import sys
 from pathlib import Path
 
+from aegis import heap
 from aegis.checkpoint.pagecache import drop_pages
 
 _STATUS = Path("/proc/self/status")
@@ -76,8 +75,5 @@ def drop_loaded_pages() -> None:
 
 def trim() -> None:
     """Return freed heap memory to the system and drop what imports left in the page cache."""
-    gc.collect()
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)
+    heap.give_back()
     drop_loaded_pages()

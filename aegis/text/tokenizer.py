@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from aegis import heap
 from aegis.errors import TokenizerError, UsageError
 from aegis.text import loader
 from aegis.text.chat_template import ChatTemplate, ChatTemplates, Message
@@ -73,7 +73,7 @@ class Tokenizer:
         backend = loader.load(folder / "tokenizer.json")
         _add_missing(backend, config, _vocab_size(model_config))
         tokenizer = cls(backend, config, ends, templates)
-        _give_back_memory()
+        heap.give_back()
         return tokenizer
 
     def encode(
@@ -91,7 +91,7 @@ class Tokenizer:
             marker = free_marker(text)
             ids = self.control.encode(self.control.break_text(text, marker), marker)
         if len(text) > _LONG_TEXT:
-            _give_back_memory()
+            heap.give_back()
         return self._surrounded(ids) if add_special_tokens else ids
 
     def estimate(self, text: str) -> int:
@@ -380,14 +380,3 @@ def _wanted_tokens(config: Mapping[str, Any]) -> dict[str, tokenizers.AddedToken
         content = token["content"] if isinstance(token, dict) else token
         wanted.setdefault(content, Added(content, special=True))
     return wanted
-
-
-def _give_back_memory() -> None:
-    """Return what loading took for a moment to the system, where the C library can."""
-    import ctypes
-
-    gc.collect()
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (AttributeError, OSError, TypeError):
-        return
