@@ -13,7 +13,7 @@ import click
 from aegis.errors import AegisError
 
 INTERRUPTED = 130
-VERBS = ("run", "plan", "sweep", "convert", "verify")
+VERBS = ("run", "plan", "sweep", "convert", "verify", "doctor")
 
 
 class LazyGroup(click.Group):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,21 +39,3 @@ def _physical_nbytes() -> int:
 def default_cap(machine: Machine) -> int:
     """The smaller of 4 GiB and half of what is free."""
     return max(1, min(DEFAULT_CAP, machine.free_nbytes // 2))
-
-
-def direct_io(folder: Path) -> bool | None:
-    """Whether files in ``folder`` (or its nearest existing parent) can bypass the page cache.
-
-    None where that cannot be told without leaving a file behind.
-    """
-    temporary, direct = getattr(os, "O_TMPFILE", None), getattr(os, "O_DIRECT", None)
-    if temporary is None or direct is None:
-        return None
-    while not folder.is_dir():
-        folder = folder.parent
-    try:
-        fd = os.open(folder, temporary | direct | os.O_RDWR, 0o600)
-    except OSError as error:
-        return False if error.errno == errno.EINVAL else None
-    os.close(fd)
-    return True

@@ -84,8 +84,9 @@ def _show(plan: MemoryPlan, folder: Path, options: Options) -> None:
 def _surroundings(folder: Path) -> str:
     """Free memory and whether reads can bypass the page cache where the store lies."""
     from aegis.checkpoint.store import is_store
-    from aegis.cli.machine import direct_io, read_machine
+    from aegis.cli.machine import read_machine
     from aegis.convert.cache import cache_folder
+    from aegis.doctor.storage import direct_io
 
     store = folder if is_store(folder) else cache_folder()
     how: dict[bool | None, str] = {

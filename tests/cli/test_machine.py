@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from aegis.cli.machine import Machine, default_cap, direct_io, read_machine
+from aegis.cli.machine import Machine, default_cap, read_machine
 
 GIB = 1 << 30
 
@@ -67,11 +67,6 @@ def test_no_limit_in_version_2_is_no_limit(tmp_path: Path) -> None:
 )
 def test_the_default_cap_is_4_gib_or_half_of_what_is_free(free: int, cap: int) -> None:
     assert default_cap(Machine(free, None)) == cap
-
-
-def test_probing_for_direct_reads_leaves_nothing_behind(tmp_path: Path) -> None:
-    assert direct_io(tmp_path / "not" / "there") in (True, False, None)
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the system is asked")

@@ -1,0 +1,1 @@
+"""What this machine is, what is wrong with it, and whether aegis computes right on it."""

@@ -1,0 +1,194 @@
+"""Everything doctor found out, and gathering it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from aegis.convert.cache import cache_folder
+from aegis.convert.identity import EMBEDDED_NAME, embedded_path
+from aegis.doctor.disk import USUAL_RECORD_NBYTES, DiskTest, measure_disk
+from aegis.doctor.huge_pages import HugePages, try_huge_pages
+from aegis.doctor.processor import Processor, read_processor
+from aegis.doctor.storage import Storage, inspect_storage
+from aegis.engine.limits import MemoryLimits, memory_limits
+from aegis.engine.planning import choose_backend, request_plan, resolve, store_layout
+from aegis.errors import AegisError
+from aegis.kernels import registry
+from aegis.settings import DEFAULT_CAP, Settings
+
+Found = TypeVar("Found")
+
+MIB = 1 << 20
+SHORT_CONTEXT = 512
+LEAST_MARGIN_NBYTES = 64 * MIB
+MARGIN_SHARE = 8
+_COMPILERS = ("c++", "g++", "clang++")
+_INSTALL = {
+    "native": "install a C++17 compiler (g++ or clang++), then "
+    "pip install --force-reinstall --no-cache-dir --no-deps aegis-moe",
+}
+"""What makes a backend available that is not; what is missing here cannot be installed."""
+
+
+@dataclass(frozen=True)
+class BackendFact:
+    """One backend, and why it cannot run here."""
+
+    name: str
+    reason: str | None
+    """None where it can run."""
+    install: str | None
+    """What would make it available; None where nothing would, or nothing need be done."""
+
+
+@dataclass(frozen=True)
+class EmbeddedModel:
+    """What the embedded model takes with the default backend."""
+
+    name: str
+    context: int
+    """The default one; the figures below are for it unless they say otherwise."""
+    min_cap_nbytes: int
+    """The smallest cap that opens it."""
+    short_min_cap_nbytes: int
+    """The same with a context of SHORT_CONTEXT tokens."""
+    everything_nbytes: int
+    """The cap at which every expert stays in memory."""
+    record_nbytes: int
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The whole machine; what is None could not be found out."""
+
+    versions: Mapping[str, str]
+    processor: Processor
+    memory: MemoryLimits
+    swap_nbytes: int | None
+    """Size of all swap space, used or not."""
+    huge_pages: HugePages
+    storage: Storage | None
+    storage_error: str | None
+    disk: DiskTest
+    backends: tuple[BackendFact, ...]
+    default_backend: str
+    compiler: str | None
+    model: EmbeddedModel | None
+    model_error: str | None
+
+    @property
+    def margin_nbytes(self) -> int | None:
+        """What the sensible cap leaves to other programs: an eighth of what is free."""
+        free = self.memory.free
+        return None if free is None else max(free // MARGIN_SHARE, LEAST_MARGIN_NBYTES)
+
+    @property
+    def sensible_cap_nbytes(self) -> int | None:
+        """Free memory less the margin, in whole MiB; 0 where nothing is left."""
+        free, margin = self.memory.free, self.margin_nbytes
+        return None if free is None or margin is None else max(0, free - margin) // MIB * MIB
+
+    @property
+    def default_cap_nbytes(self) -> int | None:
+        """The cap of a run without --cap."""
+        return None if self.memory.free is None else min(DEFAULT_CAP, self.memory.free // 2)
+
+
+def gather(disk: bool = True, root: Path = Path("/")) -> Facts:
+    """Look at everything; ``root`` is where /proc and /sys are read."""
+    memory = memory_limits(root)
+    model, model_error = _or_reason(embedded_model)
+    storage, error = _or_reason(lambda: inspect_storage(cache_folder(), root))
+    test = DiskTest(skipped=error or "asked for")
+    if disk and storage is not None:
+        records = (USUAL_RECORD_NBYTES, *([] if model is None else [model.record_nbytes]))
+        test = measure_disk(storage.folder, records, memory.free)
+    return Facts(
+        versions=versions(),
+        processor=read_processor(root),
+        memory=memory,
+        swap_nbytes=_swap_nbytes(root),
+        huge_pages=try_huge_pages(memory.free, root),
+        storage=storage,
+        storage_error=error,
+        disk=test,
+        backends=tuple(
+            BackendFact(name, reason, None if reason is None else _INSTALL.get(name))
+            for name, reason in registry.available()
+        ),
+        default_backend=registry.resolve(),
+        compiler=next((path for name in _COMPILERS if (path := shutil.which(name))), None),
+        model=model,
+        model_error=model_error,
+    )
+
+
+def embedded_model(backend: str = "auto") -> EmbeddedModel:
+    """Plan the embedded model, from headers alone.
+
+    Raises:
+        CheckpointError, BackendError: it is damaged, or the backend cannot run here.
+    """
+    path, name = embedded_path(), choose_backend(backend)
+    layout = store_layout(path, name)
+    request = resolve(path, layout, Settings(cap_nbytes=1, backend=name), name)
+    short = replace(request, context=min(SHORT_CONTEXT, request.context))
+    everything = replace(request, settings=Settings(cap_nbytes=1 << 60, backend=name))
+    smallest = request_plan(request).min_cap_nbytes
+    return EmbeddedModel(
+        name=EMBEDDED_NAME,
+        context=request.context,
+        min_cap_nbytes=smallest,
+        short_min_cap_nbytes=request_plan(short).min_cap_nbytes,
+        everything_nbytes=max(smallest, request_plan(everything).total_nbytes),
+        record_nbytes=layout.geometry("4bit").stride,
+    )
+
+
+def versions() -> dict[str, str]:
+    """Of aegis, what it is built on, and the system."""
+    found = {"aegis": _version("aegis-moe"), "python": platform.python_version()}
+    found |= {name: _version(name) for name in ("numpy", "tokenizers")}
+    found["os"] = _os_name()
+    found["kernel"] = f"{platform.system()} {platform.release()}"
+    return found
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _os_name() -> str:
+    if sys.platform == "darwin":
+        return f"macOS {platform.mac_ver()[0]}"
+    try:
+        return platform.freedesktop_os_release().get("PRETTY_NAME", platform.system())
+    except OSError:
+        return platform.system()
+
+
+def _or_reason(look: Callable[[], Found]) -> tuple[Found | None, str | None]:
+    """What ``look`` finds, or the sentence with which it fails: the rest must still be said."""
+    try:
+        return look(), None
+    except (AegisError, OSError, RuntimeError) as error:
+        return None, str(error)
+
+
+def _swap_nbytes(root: Path) -> int | None:
+    try:
+        found = re.search(r"(?m)^SwapTotal:\s+(\d+) kB", (root / "proc/meminfo").read_text())
+    except OSError:
+        return None
+    return int(found[1]) * 1024 if found else None

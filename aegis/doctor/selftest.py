@@ -1,0 +1,243 @@
+"""The goldens on every backend and instruction set there is, each run in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from aegis.checkpoint.store import Store
+from aegis.convert.cache import cache_folder, cached_store_path
+from aegis.convert.identity import embedded_path
+from aegis.doctor.compare import RunResult, check
+from aegis.doctor.goldens import GOLDENS, Golden, load_goldens
+from aegis.doctor.processor import native_isas
+from aegis.doctor.shelter import temporary_folder
+from aegis.engine.limits import memory_limits
+from aegis.engine.planning import (
+    backend_layout,
+    choose_backend,
+    request_plan,
+    resolve,
+    settings_for,
+    store_layout,
+)
+from aegis.errors import AegisError, StoreError
+from aegis.kernels import registry
+from aegis.kernels.base import Layout
+from aegis.planner import format_size
+
+CONTEXT = 128
+SHORT_STEPS = 4
+"""What kernels without vector instructions compute of one prompt, at a second a token."""
+PASS_STEPS = 8
+"""What the reference backend computes of a prompt, in one pass."""
+REFERENCE_PROMPTS = 2
+STORE_NBYTES = 128 << 20
+TIMEOUT_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one process computes."""
+
+    backend: str
+    isa: str | None
+    cap_nbytes: int
+    prompts: int
+    steps: int
+    decode: bool
+    """Token by token, as in a run; else all steps of a prompt in one pass."""
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """Something that could have been run, and why it was not."""
+
+    backend: str
+    reason: str
+
+
+@dataclass
+class Selftest:
+    """Everything that was run."""
+
+    results: list[RunResult] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether something was run, and nothing was wrong."""
+        return bool(self.results) and not self.failures
+
+    @property
+    def failures(self) -> list[str]:
+        """Every sentence about something wrong."""
+        return [failure for result in self.results for failure in result.failures]
+
+
+Compute = Callable[[Run, Path], Mapping[str, Any]]
+"""Run, store -> what aegis.doctor.worker prints."""
+
+
+def selftest(
+    backend: str = "auto",
+    on_result: Callable[[RunResult], None] = lambda _: None,
+    compute: Compute | None = None,
+    goldens: Path = GOLDENS,
+) -> Selftest:
+    """Run everything; ``auto``: all backends that can run here.
+
+    Raises:
+        BackendError: the one that was asked for cannot run here.
+        AegisError: there is no place for the embedded model's store.
+    """
+    names = [name for name, reason in registry.available() if reason is None]
+    wanted = names if backend == "auto" else [choose_backend(backend)]
+    cases = load_goldens(goldens)
+    done = Selftest()
+    for layout in dict.fromkeys(backend_layout(name) for name in wanted):
+        with _store(layout) as store:
+            for name in wanted:
+                if backend_layout(name) == layout:
+                    runs, skipped = plan_runs(name, len(cases), len(cases[0].greedy_ids))
+                    done.skipped += skipped
+                    ask = compute or _subprocess(goldens)
+                    _run_all(done, runs, store, ask, cases, on_result)
+    return done
+
+
+def _run_all(
+    done: Selftest,
+    runs: Sequence[Run],
+    store: Path,
+    compute: Compute,
+    goldens: Sequence[Golden],
+    on_result: Callable[[RunResult], None],
+) -> None:
+    first: Mapping[str, Any] | None = None
+    for run in runs:
+        begin = time.perf_counter()
+        answer = compute(run, store)
+        seconds = time.perf_counter() - begin
+        # numpy's sums differ between numbers of rows: only its distance to the goldens counts.
+        exact = run.backend != "reference"
+        result = check(answer, goldens[: run.prompts], run.steps, first if exact else None)
+        result = replace(
+            result,
+            backend=run.backend,
+            isa=run.isa,
+            cap_nbytes=run.cap_nbytes,
+            seconds=seconds,
+        )
+        if exact and result.peak_nbytes > run.cap_nbytes:
+            over = f"the process took {result.peak_nbytes}B, above its cap of {run.cap_nbytes}B"
+            result.failures.append(over)
+        if first is None and "error" not in answer:
+            first = answer
+        done.results.append(result)
+        on_result(result)
+
+
+def plan_runs(backend: str, prompts: int, steps: int) -> tuple[list[Run], list[Skipped]]:
+    """What to run on a backend with the memory that is free now."""
+    low, high = _caps(backend)
+    free = memory_limits().free
+    room = high if free is None else min(high, free)
+    if low > room:
+        reason = f"it needs {format_size(low)} of memory, but {format_size(room)} are free"
+        return [], [Skipped(backend, reason)]
+    if backend != "native":
+        few = min(prompts, REFERENCE_PROMPTS)
+        return [Run(backend, None, room, few, min(steps, PASS_STEPS), False)], []
+    best, *others = native_isas()[1]
+    full = Run(backend, best, low, prompts, steps, True)
+    runs = [_for_isa(full, best, room), *(_for_isa(full, isa, room) for isa in others)]
+    skipped = []
+    if room > low:
+        runs.insert(1, replace(runs[0], cap_nbytes=room))
+    else:
+        skipped.append(Skipped(backend, "there is no memory for a second cap"))
+    return runs, skipped
+
+
+def _for_isa(full: Run, isa: str, room: int) -> Run:
+    if isa != "scalar":
+        return replace(full, isa=isa)
+    few = min(full.steps, SHORT_STEPS)
+    return replace(full, isa=isa, cap_nbytes=room, prompts=1, steps=few, decode=False)
+
+
+def _caps(backend: str) -> tuple[int, int]:
+    """The smallest cap that opens the embedded model, and the one that holds all its experts."""
+    path = embedded_path()
+    layout = store_layout(path, backend)
+    plans = []
+    for cap_nbytes in (1, 1 << 60):
+        settings = settings_for(cap_nbytes, {"backend": backend, "context": CONTEXT})
+        plans.append(request_plan(resolve(path, layout, settings, backend)))
+    smallest = plans[0].min_cap_nbytes
+    return smallest, max(smallest, plans[1].total_nbytes)
+
+
+@contextlib.contextmanager
+def _store(layout: Layout) -> Iterator[Path]:
+    """The embedded model's store: the one in the cache, else one made for the time being."""
+    cached = cached_store_path(embedded_path(), layout)
+    try:
+        Store.open(cached)
+    except StoreError:
+        with temporary_folder(cache_folder(), STORE_NBYTES) as folder:
+            made = folder / "store"
+            answer = _ask({"convert": str(made), "layout": layout}, {})
+            if "error" in answer:
+                raise AegisError(
+                    f"converting the embedded model failed: {answer['error']}"
+                ) from None
+            yield made
+    else:
+        yield cached
+
+
+def _subprocess(goldens: Path) -> Compute:
+    def compute(run: Run, store: Path) -> Mapping[str, Any]:
+        request = {**vars(run), "store": str(store), "context": CONTEXT, "goldens": str(goldens)}
+        return _ask(request, {} if run.isa is None else {"AEGIS_ISA": run.isa})
+
+    return compute
+
+
+def _ask(request: Mapping[str, Any], env: Mapping[str, str]) -> Mapping[str, Any]:
+    """Have a worker process answer; whatever way it dies becomes a sentence."""
+    inherited = {name: value for name, value in os.environ.items() if name != "AEGIS_ISA"}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "aegis.doctor.worker", json.dumps(request)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            env={"OPENBLAS_NUM_THREADS": "1", **inherited, "PYTHONSAFEPATH": "1", **env},
+            check=False,
+            timeout=TIMEOUT_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"it did not end within {TIMEOUT_SECONDS:.0f} s"}
+    if done.returncode:
+        return {"error": _how_it_died(done.returncode, done.stderr.decode(errors="replace"))}
+    answer: Mapping[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def _how_it_died(code: int, stderr: str) -> str:
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            return f"its process was ended by {signal.Signals(-code).name}"
+    last = stderr.strip().splitlines()[-1:] or [f"its process ended with {code}"]
+    return last[0]

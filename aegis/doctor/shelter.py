@@ -1,0 +1,110 @@
+"""A folder for a while: gone at the end, on Ctrl-C and on SIGTERM; a killed one goes next time."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+from aegis.doctor.storage import MEMORY_FILE_SYSTEMS, file_system, free_nbytes, is_writable
+from aegis.doctor.storage import nearest_folder as nearest
+from aegis.errors import AegisError
+
+_PREFIX = ".aegis-doctor-"
+
+
+@contextlib.contextmanager
+def temporary_folder(cache: Path, needed_nbytes: int) -> Iterator[Path]:
+    """A folder beside the cache's stores, or where temporary files go.
+
+    Raises:
+        AegisError: there is no place to write that much.
+    """
+    parent = _place(cache, needed_nbytes)
+    _remove_leftovers(parent)
+    folder = parent / f"{_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
+    with _ending_by_signal():
+        fd = -1
+        try:
+            folder.mkdir(mode=0o700)
+            # The lock says that somebody is alive; it ends with the process.
+            fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            yield folder
+        finally:
+            with _undisturbed():
+                shutil.rmtree(folder, ignore_errors=True)
+            if fd >= 0:
+                os.close(fd)
+
+
+def _place(cache: Path, needed_nbytes: int) -> Path:
+    """On a disk rather than in memory, and beside the cache rather than elsewhere."""
+    folders = dict.fromkeys((nearest(cache), Path(tempfile.gettempdir())))
+    fit = [
+        folder
+        for folder in folders
+        if is_writable(folder) and (free_nbytes(folder) or 0) >= needed_nbytes
+    ]
+    if not fit:
+        names = " and ".join(map(str, folders))
+        raise AegisError(
+            f"{names} cannot be written or have less than {-(-needed_nbytes >> 20)} MiB free, which"
+            " the embedded model's store takes; set AEGIS_CACHE or TMPDIR to another folder"
+        )
+    return min(fit, key=lambda folder: file_system(folder) in MEMORY_FILE_SYSTEMS)
+
+
+def _remove_leftovers(parent: Path) -> None:
+    """Folders of doctors that were killed: nobody holds their lock."""
+    for folder in parent.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if os.fstat(fd).st_uid == os.geteuid():
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(fd)
+
+
+@contextlib.contextmanager
+def _ending_by_signal() -> Iterator[None]:
+    """Make signals that would end the process at once unwind it first."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    usual = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
+    for number in usual:
+        signal.signal(number, _leave)
+    try:
+        yield
+    finally:
+        for number in usual:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """A second Ctrl-C must not interrupt the tidying up."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
