@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from aegis.errors import CheckpointError
+from aegis.checkpoint.plainfile import (
+    FileDamageError,
+    read_object,
+    regular_nbytes,
+    shown,
+    shown_name,
+)
+from aegis.errors import CheckpointError, TokenizerError
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -30,7 +37,27 @@ _ALIASES = {
     "n_routed_experts": "num_experts",
     "num_experts_per_token": "num_experts_per_tok",
 }
-_MAX_JSON_NBYTES = 64 << 20
+_RANGES = {
+    "hidden_size": (1, 1 << 20),
+    "num_hidden_layers": (1, 1 << 10),
+    "num_attention_heads": (1, 1 << 14),
+    "num_key_value_heads": (1, 1 << 14),
+    "head_dim": (1, 1 << 14),
+    "num_experts": (1, 1 << 14),
+    "num_experts_per_tok": (1, 1 << 14),
+    "moe_intermediate_size": (1, 1 << 20),
+    "shared_expert_intermediate_size": (0, 1 << 20),
+    "vocab_size": (1, 1 << 24),
+    "max_position_embeddings": (1, (1 << 31) - 1),
+}
+"""Whole numbers outside are damage. Far beyond any model, yet looping over them ends."""
+
+_FLOAT_RANGES = {"rms_norm_eps": (0.0, 1.0), "rope_theta": (1.0, 1e30)}
+_ANY_INT = (-(1 << 63), (1 << 63) - 1)
+_ANY_FLOAT = (-1.7976931348623157e308, 1.7976931348623157e308)
+_QUANT_RANGES = {"bits": (1, 32), "group_size": (1, 1 << 20)}
+_QUANT_WORDS = {"bits", "group_size", "mode", "quant_method"}
+_MAX_TOKENIZER_NBYTES = 256 << 20
 
 # ModelConfig has methods named after these types, which would shadow them in annotations.
 _Int: TypeAlias = int
@@ -81,31 +108,33 @@ class ModelConfig:
         return self._data.get(key, default)
 
     def int(self, key: _Str, default: _Int | None = None) -> _Int:
-        """A whole number; a null counts as absent. Without a default the key is required."""
-        value = self._required(key, default)
-        if isinstance(value, _Bool) or not isinstance(value, _Int):
-            raise self._mistyped(key, value, "a whole number")
+        """A whole number in its range; a null counts as absent. No default: it is required."""
+        value, (least, most) = self._required(key, default), _RANGES.get(key, _ANY_INT)
+        if isinstance(value, _Bool) or not isinstance(value, _Int) or not least <= value <= most:
+            raise self.mistyped(key, value, f"a whole number from {least} to {most}")
         return value
 
     def float(self, key: _Str, default: _Float | None = None) -> _Float:
-        """A number; a null counts as absent. Without a default the key is required."""
-        value = self._required(key, default)
-        if isinstance(value, _Bool) or not isinstance(value, (_Int, _Float)):
-            raise self._mistyped(key, value, "a number")
+        """A finite number in its range; a null counts as absent. No default: it is required."""
+        value, (least, most) = self._required(key, default), _FLOAT_RANGES.get(key, _ANY_FLOAT)
+        number = not isinstance(value, _Bool) and isinstance(value, (_Int, _Float))
+        if not number or not least <= value <= most:
+            bounds = f" from {least:g} to {most:g}" if key in _FLOAT_RANGES else ""
+            raise self.mistyped(key, value, f"a number{bounds}")
         return _Float(value)
 
     def bool(self, key: _Str, default: _Bool | None = None) -> _Bool:
         """True or false; a null counts as absent. Without a default the key is required."""
         value = self._required(key, default)
         if not isinstance(value, _Bool):
-            raise self._mistyped(key, value, "true or false")
+            raise self.mistyped(key, value, "true or false")
         return value
 
     def str(self, key: _Str, default: _Str | None = None) -> _Str:
         """A string; a null counts as absent. Without a default the key is required."""
         value = self._required(key, default)
         if not isinstance(value, _Str):
-            raise self._mistyped(key, value, "a string")
+            raise self.mistyped(key, value, "a string")
         return value
 
     def _required(self, key: _Str, default: Any) -> Any:
@@ -119,8 +148,18 @@ class ModelConfig:
             )
         return value
 
-    def _mistyped(self, key: _Str, value: Any, expected: _Str) -> CheckpointError:
-        return CheckpointError(f"{self.where} sets {key} to {value!r}; expected {expected}")
+    def mistyped(self, key: _Str, value: Any, expected: _Str) -> CheckpointError:
+        """The error for a value that cannot be used."""
+        return CheckpointError(f"{self.where} sets {key} to {shown(value)}; expected {expected}")
+
+    def section(self, key: _Str) -> ModelConfig | None:
+        """The object under a key with the same access; None where it is absent or null."""
+        value = self._data.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.mistyped(key, value, "an object")
+        return ModelConfig({**value, "model_type": self.model_type}, f"{self.where} in {key}")
 
     @property
     def quantization(self) -> Quantization | None:
@@ -138,27 +177,34 @@ class ModelConfig:
 
 def _top_string(raw: Mapping[str, Any], key: str, where: str) -> str:
     value = raw.get(key)
-    if not isinstance(value, str):
+    if value is None:
         raise CheckpointError(f"{where} lacks {key}, so the model family is unknown")
+    if not isinstance(value, str):
+        raise CheckpointError(f"{where} sets {key} to {shown(value)}; expected a string")
     return value
 
 
 def _quantization(entry: Any, key: str, where: str) -> Quantization:
     if not isinstance(entry, dict):
-        raise CheckpointError(f"{where} sets {key} to {entry!r}; expected an object")
+        raise CheckpointError(f"{where} sets {key} to {shown(entry)}; expected an object")
     method = entry.get("quant_method", entry.get("mode", "affine"))
     if method != "affine":
         raise CheckpointError(
-            f"{where} says the weights are quantised as {method!r}; aegis reads affine"
+            f"{where} says the weights are quantised as {shown(method)}; aegis reads affine"
             " quantisation with one scale and bias per group: convert the model to that first"
         )
     default = _quant_spec(entry, None, key, where)
     modules: dict[str, QuantSpec | None] = {}
     for name, value in entry.items():
         if isinstance(value, dict):
-            modules[name] = _quant_spec(value, default, f"{key}.{name}", where)
+            modules[name] = _quant_spec(value, default, f"{key}.{shown_name(name)}", where)
         elif value is False:
             modules[name] = None
+        elif name not in _QUANT_WORDS and value is not True:
+            raise CheckpointError(
+                f"{where} sets {key}.{shown_name(name)} to {shown(value)}, which aegis does not"
+                " know; use a checkpoint without it"
+            )
     return Quantization(default, modules)
 
 
@@ -167,13 +213,19 @@ def _quant_spec(
 ) -> QuantSpec:
     if entry.get("mode", "affine") != "affine":
         raise CheckpointError(
-            f"{where} sets {key}.mode to {entry['mode']!r}; only affine quantisation is supported"
+            f"{where} sets {key}.mode to {shown(entry['mode'])}; only affine quantisation is"
+            " supported"
         )
     values = []
-    for field in ("bits", "group_size"):
+    for field, (least, most) in _QUANT_RANGES.items():
         value = entry.get(field, getattr(default, field, None))
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise CheckpointError(f"{where} sets {key}.{field} to {value!r}; expected a number")
+        if value is None:
+            raise CheckpointError(f"{where}: {key} lacks {field}; use a complete config.json")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise CheckpointError(
+                f"{where} sets {key}.{field} to {shown(value)}; expected a whole number from"
+                f" {least} to {most}"
+            )
         values.append(value)
     return QuantSpec(*values)
 
@@ -185,21 +237,37 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: the file is missing, unreadable or holds something else.
     """
     try:
-        if path.stat().st_size > _MAX_JSON_NBYTES:
-            raise CheckpointError(f"{path} is implausibly large for a JSON file")
-        data = json.loads(path.read_bytes())
+        return read_object(path)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing; a checkpoint folder needs it") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path} holds {type(data).__name__}; expected a JSON object")
-    return data
+    except FileDamageError as error:
+        raise CheckpointError(f"{path} {error}; download it again") from error
 
 
 def load_config(folder: Path) -> ModelConfig:
     """The config of a checkpoint folder."""
     path = folder / "config.json"
     return ModelConfig(read_json(path), str(path))
+
+
+def tokenizer_nbytes(folder: Path) -> int:
+    """The size of a folder's tokenizer.json, from which follows what it takes in memory.
+
+    Raises:
+        TokenizerError: it is missing, no file, or implausibly large.
+    """
+    path = folder / "tokenizer.json"
+    try:
+        size = regular_nbytes(path)
+    except FileNotFoundError:
+        raise TokenizerError(
+            f"{path} is missing; a model folder needs the tokenizer.json it was published with, so"
+            " copy or download it into the folder"
+        ) from None
+    except FileDamageError as error:
+        raise TokenizerError(f"{path} {error}; download it again") from error
+    if size > _MAX_TOKENIZER_NBYTES:
+        raise TokenizerError(
+            f"{path} is implausibly large for a tokenizer ({size} bytes); download it again"
+        )
+    return size

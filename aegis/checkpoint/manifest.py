@@ -1,6 +1,8 @@
 """store.json: what a store holds, with a checksum of its own.
 
-Checksums are CRC-32 as in zlib: the standard library computes it at the speed of a disk.
+Checksums are CRC-32 as in zlib: the standard library computes it at the speed of a disk. Every
+format version keeps the first key and what it covers, so that a newer store is told from a damaged
+one.
 """
 
 from __future__ import annotations
@@ -9,9 +11,9 @@ import json
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
-from aegis.checkpoint.config import ModelConfig
+from aegis.checkpoint.config import COPIED_FILES, ModelConfig
 from aegis.checkpoint.layout import (
     PARTS,
     ExpertGeometry,
@@ -21,8 +23,9 @@ from aegis.checkpoint.layout import (
     place_experts_3bit,
     place_resident,
 )
-from aegis.errors import StoreError
-from aegis.kernels.base import Format, Segment
+from aegis.checkpoint.plainfile import FileDamageError, parse_object, shown
+from aegis.errors import AegisError, StoreError
+from aegis.kernels.base import Format, Layout, Segment
 from aegis.kernels.sizes import FormatError
 
 FORMAT_VERSION = 2
@@ -115,48 +118,73 @@ def decode(data: bytes, where: str) -> Manifest:
     Raises:
         StoreError: it is damaged, or of another version.
     """
+    sealed = data.startswith(_PREFIX % zlib.crc32(data[_PREFIX_NBYTES:]))
     try:
-        body = json.loads(data)
-        if body.get("format") != "aegis store":
-            raise StoreError(f"{where} does not describe an aegis store")
-        if body.get("format_version") != FORMAT_VERSION:
-            raise StoreError(
-                f"{where} has format version {body.get('format_version')}; this aegis reads"
-                f" version {FORMAT_VERSION}: convert the model again"
-            )
-        if not data.startswith(_PREFIX % zlib.crc32(data[_PREFIX_NBYTES:])):
-            raise StoreError(f"{where} is damaged (checksum mismatch); convert the model again")
-        del body["crc32"]
+        body = parse_object(data)
+    except FileDamageError as error:
+        raise StoreError(f"{where} is damaged: it {error}; convert the model again") from error
+    if body.get("format") != "aegis store":
+        raise StoreError(f"{where} does not describe an aegis store; convert the model again")
+    if not sealed and "crc32" in body:
+        raise StoreError(f"{where} is damaged (checksum mismatch); convert the model again")
+    _refuse_other_version(body.get("format_version"), where)
+    if not sealed:
+        raise StoreError(f"{where} is damaged (no checksum); convert the model again")
+    del body["crc32"]
+    try:
         return _decode_body(body, where)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except KeyError as error:
+        raise StoreError(f"{where} is damaged (no {error}); convert the model again") from error
+    except (FormatError, AegisError) as error:
         raise StoreError(f"{where} is damaged ({error}); convert the model again") from error
+
+
+def _refuse_other_version(version: Any, where: str) -> None:
+    if type(version) is int and version == FORMAT_VERSION:
+        return
+    if type(version) is int and version > FORMAT_VERSION:
+        raise StoreError(
+            f"{where} has format version {shown(version)}, which a newer aegis wrote; this one"
+            f" reads version {FORMAT_VERSION}: update aegis or convert the model again"
+        )
+    raise StoreError(
+        f"{where} has format version {shown(version)}; this aegis reads version"
+        f" {FORMAT_VERSION}: convert the model again"
+    )
 
 
 def _decode_body(body: Mapping[str, Any], where: str) -> Manifest:
     """Places are computed afresh from shapes and formats and must agree with the recorded ones."""
-    tensors = {t["name"]: (tuple(t["shape"]), Format(**t["format"])) for t in body["resident"]}
-    resident, resident_nbytes = place_resident(tensors, body["layout"])
-    segments = body["experts"]["segments"]
-    parts = {p: (tuple(segments[p]["shape"]), Format(**segments[p]["format"])) for p in PARTS}
-    experts = place_experts(parts, body["layout"])
+    kind: Layout = _one_of(body["layout"], get_args(Layout))
+    entries = [_a(dict, entry) for entry in _a(list, body["resident"])]
+    tensors = {_a(str, entry["name"]): _shape_format(entry) for entry in entries}
+    resident, resident_nbytes = place_resident(tensors, kind)
+    segments = _a(dict, _a(dict, body["experts"])["segments"])
+    parts = {part: _matrix(_a(dict, segments[part])) for part in PARTS}
+    experts = place_experts(parts, kind)
     layout = StoreLayout(
-        config=ModelConfig(body["config"], where),
-        layout=body["layout"],
+        config=ModelConfig(_a(dict, body["config"]), where),
+        layout=kind,
         resident=resident,
         resident_file_nbytes=resident_nbytes,
-        moe_layers=tuple(body["moe_layers"]),
-        num_experts=body["num_experts"],
+        moe_layers=tuple(_whole(layer, 0, 1 << 16) for layer in _a(list, body["moe_layers"])),
+        num_experts=_whole(body["num_experts"], 1, 1 << 16),
         experts=experts,
-        experts_3bit=place_experts_3bit(experts, body["layout"]),
+        experts_3bit=place_experts_3bit(experts, kind),
     )
+    if not layout.moe_layers or list(layout.moe_layers) != sorted(set(layout.moe_layers)):
+        raise FormatError("its layers are not in order")
     three = body["experts_3bit"]
     manifest = Manifest(
         layout=layout,
-        resident_crc32={tensor["name"]: tensor["crc32"] for tensor in body["resident"]},
+        resident_crc32={entry["name"]: _crc32(entry["crc32"]) for entry in entries},
         experts_crc32=_checksums(body["experts"], layout),
-        experts_3bit_crc32=None if three is None else _checksums(three, layout),
-        files={name: (size, crc) for name, (size, crc) in body["files"].items()},
-        source=body["source"],
+        experts_3bit_crc32=None if three is None else _checksums(_a(dict, three), layout),
+        files={
+            _one_of(name, COPIED_FILES): _size_crc32(entry)
+            for name, entry in _a(dict, body["files"]).items()
+        },
+        source=_a(dict, body["source"]),
     )
     if _body(manifest) != body:
         raise FormatError("its places do not follow from its shapes")
@@ -164,7 +192,55 @@ def _decode_body(body: Mapping[str, Any], where: str) -> Manifest:
 
 
 def _checksums(experts: Mapping[str, Any], layout: StoreLayout) -> Checksums:
-    checksums = tuple(tuple(layer) for layer in experts["crc32"])
-    if [len(layer) for layer in checksums] != [layout.num_experts] * len(layout.moe_layers):
+    layers = [_a(list, layer) for layer in _a(list, experts["crc32"])]
+    if [len(layer) for layer in layers] != [layout.num_experts] * len(layout.moe_layers):
         raise FormatError("it lacks checksums of experts")
-    return checksums
+    return tuple(tuple(map(_crc32, layer)) for layer in layers)
+
+
+def _a(kind: type[Any], value: Any) -> Any:
+    if not isinstance(value, kind):
+        raise FormatError(f"it holds {shown(value)} where a {kind.__name__} belongs")
+    return value
+
+
+def _one_of(value: Any, words: tuple[str, ...]) -> Any:
+    if value not in words:
+        raise FormatError(f"it holds {shown(value)} where one of {', '.join(words)} belongs")
+    return value
+
+
+def _whole(value: Any, least: int, most: int) -> int:
+    # Not isinstance: true is an int to Python.
+    if type(value) is not int or not least <= value <= most:
+        raise FormatError(f"it holds {shown(value)} where {least} to {most} belongs")
+    return value
+
+
+def _crc32(value: Any) -> int:
+    return _whole(value, 0, (1 << 32) - 1)
+
+
+def _size_crc32(entry: Any) -> tuple[int, int]:
+    size, crc = _a(list, entry) if len(_a(list, entry)) == 2 else (None, None)
+    return _whole(size, 0, 1 << 50), _crc32(crc)
+
+
+def _shape_format(entry: Mapping[str, Any]) -> tuple[tuple[int, ...], Format]:
+    shape = tuple(_whole(size, 1, 1 << 40) for size in _a(list, entry["shape"]))
+    fmt = _a(dict, entry["format"])
+    kind = _one_of(fmt["kind"], ("dense", "affine"))
+    most = (0, 0) if kind == "dense" else (32, 1 << 20)
+    return shape, Format(
+        kind,
+        _one_of(fmt["dtype"], ("bf16", "f16", "f32")),
+        _whole(fmt["bits"], 0, most[0]),
+        _whole(fmt["group_size"], 0, most[1]),
+    )
+
+
+def _matrix(entry: Mapping[str, Any]) -> tuple[tuple[int, int], Format]:
+    shape, fmt = _shape_format(entry)
+    if len(shape) != 2:
+        raise FormatError(f"an expert's matrix has the shape {list(shape)}")
+    return (shape[0], shape[1]), fmt

@@ -6,16 +6,27 @@ and the tensors' bytes. Only the header is read here.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aegis.checkpoint.pagecache import drop_pages
+from aegis.checkpoint.plainfile import (
+    FileDamageError,
+    parse_object,
+    read_regular,
+    regular_nbytes,
+    shown,
+    shown_name,
+)
 from aegis.errors import CheckpointError
 
-MAX_HEADER_NBYTES = 100 << 20
+MAX_HEADER_NBYTES = 32 << 20
+"""What 90,000 tensors take twice."""
+
+_MAX_RANK = 8
+_MAX_SIZE = 1 << 50
+_MAX_NAME = 1024
 
 _DTYPE_BITS = {
     "BOOL": 8,
@@ -57,75 +68,101 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         CheckpointError: the file is truncated, or its header is damaged.
     """
     try:
-        with path.open("rb", buffering=0) as file:
-            size = path.stat().st_size
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, MAX_HEADER_NBYTES):
-                raise CheckpointError(
-                    f"{path} is not a whole safetensors file: its header claims {length} bytes of"
-                    f" a file of {size}; download it again"
-                )
-            header = file.read(length)
-            drop_pages(file.fileno())
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    tensors = [_tensor(path, name, entry, 8 + length) for name, entry in _entries(path, header)]
-    _check_ranges(path, tensors, 8 + length, size)
+        size = regular_nbytes(path)
+        length = int.from_bytes(read_regular(path, 8, 0, 8), "little")
+        if size < 8 or length > size - 8:
+            raise CheckpointError(_not_whole(path, length, size))
+        header = read_regular(path, MAX_HEADER_NBYTES, 8, length)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing; a checkpoint folder needs it") from None
+    except FileDamageError as error:
+        raise CheckpointError(f"{path} {error}; download it again") from error
+    start = 8 + length
+    tensors = [_tensor(path, name, entry, start) for name, entry in _entries(path, header)]
+    _check_ranges(path, tensors, start, size)
     return {tensor.name: tensor for tensor in tensors}
 
 
-def _entries(path: Path, header: bytes) -> list[tuple[str, Any]]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        data = dict(pairs)
-        if len(data) != len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise CheckpointError(f"{path} lists {twice} twice in its header")
-        return data
+def _not_whole(path: Path, length: int, size: int) -> str:
+    if not size:
+        return f"{path} is empty; download it again"
+    return (
+        f"{path} is not a whole safetensors file: its header claims {length} bytes of a file of"
+        f" {size}; download it again"
+    )
 
+
+def _entries(path: Path, header: bytes) -> list[tuple[str, Any]]:
     try:
-        data = json.loads(header, object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} has a damaged header: {error}") from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path} has a damaged header: it is not a JSON object")
-    return [(name, entry) for name, entry in data.items() if name != "__metadata__"]
+        data = parse_object(header)
+    except FileDamageError as error:
+        raise CheckpointError(
+            f"{path} has a damaged header: it {error}; download it again"
+        ) from error
+    entries = [(name, entry) for name, entry in data.items() if name != "__metadata__"]
+    for name, _ in entries:
+        if not name.isprintable() or len(name) > _MAX_NAME:
+            raise CheckpointError(
+                f"{path} has a damaged header: {shown(name)} is no name of a tensor; download it"
+                " again"
+            )
+    return entries
 
 
 def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_SIZE
+
+
+def _sizes(value: Any, most: int) -> bool:
+    return isinstance(value, list) and len(value) <= most and all(map(_is_size, value))
 
 
 def _tensor(path: Path, name: str, entry: Any, start: int) -> TensorInfo:
     """Check one header entry by itself: types, and dtype times shape against the byte range."""
     entry = entry if isinstance(entry, dict) else {}
     dtype, shape, span = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if (
-        not isinstance(dtype, str)
-        or not (isinstance(shape, list) and all(map(_is_size, shape)))
-        or not (isinstance(span, list) and len(span) == 2 and all(map(_is_size, span)))
+    if not (
+        isinstance(dtype, str) and _sizes(shape, _MAX_RANK) and _sizes(span, 2) and len(span) == 2
     ):
-        raise CheckpointError(f"{path} has a damaged header entry for {name}")
+        raise CheckpointError(
+            f"{path} has a damaged header entry for {shown_name(name)}; download it again"
+        )
     if dtype not in _DTYPE_BITS:
-        raise CheckpointError(f"{path} stores {name} as {dtype}, which aegis does not know")
+        raise CheckpointError(
+            f"{path} stores {shown_name(name)} as {shown(dtype)}, which aegis does not know; use a"
+            " checkpoint in BF16, F16, F32 or MLX's quantised format"
+        )
     begin, end = span
     nbytes = math.prod(shape) * _DTYPE_BITS[dtype] // 8
     if end - begin != nbytes:
         raise CheckpointError(
-            f"{path} gives {name} {end - begin} bytes, but {dtype} {shape} takes {nbytes}"
+            f"{path} gives {shown_name(name)} {end - begin} bytes, but {dtype} {shape} takes"
+            f" {nbytes}; download it again"
         )
     return TensorInfo(name, dtype, tuple(shape), path, start + begin, nbytes)
 
 
 def _check_ranges(path: Path, tensors: list[TensorInfo], start: int, size: int) -> None:
-    """Byte ranges must lie inside the file and not overlap."""
+    """Byte ranges must follow each other without a gap, from the header to the file's end."""
     end = start
     for tensor in sorted(tensors, key=lambda t: (t.offset, t.nbytes)):
-        if tensor.nbytes and tensor.offset < end:
-            raise CheckpointError(f"{path} stores {tensor.name} over another tensor")
-        end = max(end, tensor.offset + tensor.nbytes)
-        if end > size:
+        name = shown_name(tensor.name)
+        if tensor.offset + tensor.nbytes > size:
             raise CheckpointError(
-                f"{path} is truncated: {tensor.name} ends at byte {end} of a file of {size};"
+                f"{path} is truncated: {name} ends at byte {tensor.offset + tensor.nbytes} of a"
+                f" file of {size}; download it again"
+            )
+        if not tensor.nbytes:
+            continue
+        if tensor.offset < end:
+            raise CheckpointError(f"{path} stores {name} over another tensor; download it again")
+        if tensor.offset > end:
+            raise CheckpointError(
+                f"{path} has {tensor.offset - end} bytes before {name} that belong to no tensor;"
                 " download it again"
             )
+        end = tensor.offset + tensor.nbytes
+    if end < size:
+        raise CheckpointError(
+            f"{path} ends with {size - end} bytes that belong to no tensor; download it again"
+        )

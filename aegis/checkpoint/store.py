@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -10,6 +11,12 @@ from typing import TYPE_CHECKING
 
 from aegis.checkpoint.layout import ExpertBits, ResidentTensor, StoreLayout
 from aegis.checkpoint.manifest import Checksums, Manifest, decode
+from aegis.checkpoint.plainfile import (
+    MAX_JSON_NBYTES,
+    FileDamageError,
+    read_regular,
+    regular_nbytes,
+)
 from aegis.errors import StoreError
 from aegis.kernels.base import Weight
 from aegis.kernels.sizes import RESIDENT_ALIGN, align_up
@@ -25,11 +32,12 @@ RESIDENT = "resident.bin"
 EXPERT_FOLDERS: dict[ExpertBits, str] = {"4bit": "experts", "3bit": "experts-3bit"}
 
 _PIECE_NBYTES = 1 << 20
+_PASSING_NBYTES = 64 << 10
 
 
 def is_store(path: str | Path) -> bool:
     """Whether a folder is a converted store (rather than a checkpoint)."""
-    return (Path(path) / MANIFEST).is_file()
+    return os.path.lexists(Path(path) / MANIFEST)
 
 
 def expert_file(folder: Path, layer: int, experts: ExpertBits = "4bit") -> Path:
@@ -46,21 +54,28 @@ class Store:
     verify_resident: bool = True
 
     @classmethod
-    def open(cls, path: str | Path, verify_resident: bool = True) -> Store:
+    def open(
+        cls, path: str | Path, verify_resident: bool = True, check_sizes: bool = True
+    ) -> Store:
         """Read store.json, check it and every file's size.
 
         ``verify_resident``: whether ``load_resident`` checks each tensor's checksum.
+        ``check_sizes``: False leaves the other files to ``verify``, which names all that is wrong.
 
         Raises:
             StoreError: the folder is no store, or damaged, or of another version.
         """
         folder = Path(path)
         try:
-            data = (folder / MANIFEST).read_bytes()
-        except OSError as error:
-            raise StoreError(f"{folder} is not a store: {MANIFEST}: {error.strerror}") from error
+            data = read_regular(folder / MANIFEST, MAX_JSON_NBYTES)
+        except FileNotFoundError:
+            raise StoreError(f"{folder} is not a store: it has no {MANIFEST}") from None
+        except FileDamageError as error:
+            raise StoreError(f"{folder / MANIFEST} {error}; convert the model again") from error
         store = cls(folder, decode(data, str(folder / MANIFEST)), verify_resident)
-        store._check_sizes()
+        if check_sizes:
+            for file, size in store.file_sizes().items():
+                store._check_size(file, size)
         return store
 
     @property
@@ -98,24 +113,42 @@ class Store:
             return manifest.experts_crc32
         return manifest.experts_3bit_crc32 or ()
 
-    def _check_sizes(self) -> None:
-        expected = {self.path / name: size for name, (size, _) in self.manifest.files.items()}
-        expected[self.resident_path] = self.layout.resident_file_nbytes
+    def file_sizes(self) -> dict[Path, int]:
+        """Every file of the store but store.json, and the size it must have."""
+        sizes = {self.path / name: size for name, (size, _) in self.manifest.files.items()}
+        sizes[self.resident_path] = self.layout.resident_file_nbytes
         kinds: list[ExpertBits] = ["4bit", "3bit"] if self.has_3bit else ["4bit"]
         for kind in kinds:
             size = self.layout.num_experts * self.layout.geometry(kind).stride
-            expected.update(dict.fromkeys(self.expert_paths(kind), size))
-        for file, size in expected.items():
+            sizes.update(dict.fromkeys(self.expert_paths(kind), size))
+        return sizes
+
+    def _check_size(self, file: Path, expected: int) -> None:
+        try:
+            actual = regular_nbytes(file)
+        except FileNotFoundError:
+            raise StoreError(f"{file} is missing; convert the model again") from None
+        except FileDamageError as error:
+            raise StoreError(f"{file} {error}; convert the model again") from error
+        if actual != expected:
+            raise StoreError(
+                f"{file} has {actual} bytes, but the store says {expected}; convert the model again"
+            )
+
+    def check_copied(self) -> None:
+        """Read the copied files (tokenizer, configs) and compare their checksums.
+
+        Raises:
+            StoreError: one of them is damaged.
+        """
+        for name, (size, crc) in self.manifest.files.items():
+            file = self.path / name
             try:
-                actual = file.stat().st_size
-            except OSError as error:
-                raise StoreError(
-                    f"{file} cannot be read ({error.strerror}); convert the model again"
-                ) from error
-            if actual != size:
-                raise StoreError(
-                    f"{file} has {actual} bytes, but the store says {size}; convert the model again"
-                )
+                actual = zlib.crc32(read_regular(file, size))
+            except (FileNotFoundError, FileDamageError):
+                actual = None
+            if actual != crc:
+                raise StoreError(f"{file} is damaged (checksum mismatch); convert the model again")
 
     def load_resident(
         self, buffer: NDArray[np.uint8], skip_names: Collection[str] = ()
@@ -123,37 +156,43 @@ class Store:
         """Read every resident tensor but ``skip_names`` into ``buffer``, in file order.
 
         ``buffer`` has at least ``layout.resident_nbytes(skip_names)`` bytes; each tensor starts on
-        a multiple of 64 in it. Checksums are verified as the bytes arrive.
+        a multiple of 64 in it. Checksums are verified as the bytes arrive, also those of tensors
+        that are skipped: they are used from the disk later, when nobody compares anything.
 
         Raises:
             StoreError: a tensor is damaged.
         """
-        from aegis.checkpoint.fileio import UncachedReader
+        from aegis.checkpoint.fileio import UncachedReader, aligned_buffer
 
         if buffer.size < self.layout.resident_nbytes(skip_names):
             raise ValueError("the buffer is smaller than layout.resident_nbytes says")
         weights, start = {}, 0
-        with UncachedReader(self.resident_path, _PIECE_NBYTES) as reader:
-            for name, tensor in self.layout.resident.items():
-                if name in skip_names:
-                    continue
-                data = buffer[start : start + tensor.nbytes]
-                self._load_tensor(reader, tensor, data)
-                weights[name] = Weight(tensor.shape, tensor.format, self.layout.layout, data)
-                start = align_up(start + tensor.nbytes, RESIDENT_ALIGN)
-        return weights
-
-    def _load_tensor(
-        self, reader: UncachedReader, tensor: ResidentTensor, out: NDArray[np.uint8]
-    ) -> None:
-        crc = 0
+        passing = aligned_buffer(_PASSING_NBYTES)
         try:
-            for start in range(0, out.size, _PIECE_NBYTES):
-                piece = out[start : start + _PIECE_NBYTES]
-                reader.read_into(tensor.offset + start, piece)
-                crc = zlib.crc32(piece.data, crc) if self.verify_resident else crc
+            with UncachedReader(self.resident_path, _PIECE_NBYTES) as reader:
+                for name, tensor in self.layout.resident.items():
+                    if name in skip_names:
+                        if self.verify_resident:
+                            self._read_tensor(reader, tensor, passing)
+                        continue
+                    data = buffer[start : start + tensor.nbytes]
+                    self._read_tensor(reader, tensor, data)
+                    weights[name] = Weight(tensor.shape, tensor.format, self.layout.layout, data)
+                    start = align_up(start + tensor.nbytes, RESIDENT_ALIGN)
         except (OSError, EOFError) as error:
             raise StoreError(f"{self.resident_path} cannot be read: {error}") from error
+        return weights
+
+    def _read_tensor(
+        self, reader: UncachedReader, tensor: ResidentTensor, out: NDArray[np.uint8]
+    ) -> None:
+        """Into ``out``, or through it where it is smaller than the tensor."""
+        crc, step = 0, min(out.size, _PIECE_NBYTES)
+        for start in range(0, tensor.nbytes, step):
+            at = start if out.size >= tensor.nbytes else 0
+            piece = out[at : at + min(step, tensor.nbytes - start)]
+            reader.read_into(tensor.offset + start, piece)
+            crc = zlib.crc32(piece.data, crc) if self.verify_resident else crc
         if self.verify_resident and crc != self.manifest.resident_crc32[tensor.name]:
             raise StoreError(
                 f"{self.resident_path}: the tensor {tensor.name} is damaged (checksum mismatch);"

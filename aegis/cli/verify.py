@@ -37,7 +37,7 @@ def command(source: str | None, **options: Any) -> int:
         print_json(_json(store, report))
     else:
         for damage in report.damaged:
-            click.echo(f"damaged: {damage.what} in {damage.file}")
+            click.echo(f"damaged: {damage.what}, in {damage.file}")
     if not report.ok:
         raise StoreError(
             f"{len(report.damaged)} of {report.checked} parts of {store.path} are damaged; "
@@ -54,11 +54,11 @@ def _open(folder: Path) -> Store:
     from aegis.convert.cache import cached_store_path
 
     if is_store(folder):
-        return Store.open(folder)
+        return Store.open(folder, check_sizes=False)
     stores = (cached_store_path(folder, "il16"), cached_store_path(folder, "row"))
     for candidate in stores:
         if is_store(candidate):
-            return Store.open(candidate)
+            return Store.open(candidate, check_sizes=False)
     raise StoreError(f"{folder} has not been converted; run aegis convert first")
 
 

@@ -122,6 +122,7 @@ class _Finder:
         lead = (stack,) if stack else ()
         rows = (stack or 1) * shape[0]
         if f"{source}.scales" not in self._tensors or source.endswith(".bias"):
+            self._check_unquantised(tensor)
             _check_tensor(tensor, (*lead, *shape), tuple(_DTYPES))
             fmt = Format("dense", _DTYPES[tensor.dtype])  # type: ignore[arg-type]
             return SourceWeight(tensor.name, (rows, *shape[1:]), fmt, (tensor,))
@@ -132,12 +133,27 @@ class _Finder:
         fmt = Format("affine", dtype, spec.bits, spec.group_size)  # type: ignore[arg-type]
         return SourceWeight(tensor.name, (rows, *shape[1:]), fmt, (tensor, scales, biases))
 
+    def _check_unquantised(self, tensor: TensorInfo) -> None:
+        """A tensor without scales: neither its type nor config.json may say it has some."""
+        module = tensor.name.removesuffix(".weight")
+        named = self._quantization is not None and self._quantization.modules.get(module)
+        if tensor.dtype == "U32" or named:
+            says = "config.json says so" if named else f"its type {tensor.dtype} says so"
+            raise CheckpointError(
+                f"{tensor.name} should be quantised, since {says}, but {self._path} lacks its"
+                " scales; the checkpoint is incomplete"
+            )
+
     def _spec(self, tensor: TensorInfo) -> QuantSpec:
         module = tensor.name.removesuffix(".weight")
         spec = self._quantization.of(module) if self._quantization else None
         if spec is None:
+            says = "has no quantization entry for it"
+            if self._quantization:
+                says = "says that it is not quantised"
             raise CheckpointError(
-                f"{tensor.name} is quantised, but config.json has no quantization entry for it"
+                f"{tensor.name} is quantised, but config.json {says}; the config or the checkpoint"
+                " is of another model"
             )
         return spec
 
@@ -170,11 +186,13 @@ class _Finder:
 def _check_tensor(tensor: TensorInfo, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
     if tensor.dtype not in dtypes:
         raise CheckpointError(
-            f"{tensor.name} is stored as {tensor.dtype}; expected {' or '.join(dtypes)}"
+            f"{tensor.name} is stored as {tensor.dtype}; expected {' or '.join(dtypes)}: the"
+            " checkpoint is damaged or of another kind"
         )
     if tensor.shape != shape:
         raise CheckpointError(
-            f"{tensor.name} has the shape {list(tensor.shape)}; the config says {list(shape)}"
+            f"{tensor.name} has the shape {list(tensor.shape)}; the config says {list(shape)}: one"
+            " of them is damaged or of another model"
         )
 
 
@@ -188,7 +206,9 @@ def _check_affine(
     try:
         check_format(shape[-2:], Format("affine", "bf16", spec.bits, spec.group_size), "row")
     except FormatError as error:
-        raise CheckpointError(f"{tensor.name} cannot be read: {error}") from None
+        raise CheckpointError(
+            f"{tensor.name} cannot be read: {error}; use a checkpoint quantised another way"
+        ) from None
     *lead, cols = shape
     if tensor.dtype == "U32" and tensor.shape != (*lead, cols * spec.bits // 32):
         raise CheckpointError(
@@ -200,4 +220,7 @@ def _check_affine(
     for params in (scales, biases):
         _check_tensor(params, (*lead, cols // spec.group_size), tuple(_DTYPES))
     if biases.dtype != scales.dtype:
-        raise CheckpointError(f"{biases.name} is {biases.dtype}, but its scales are {scales.dtype}")
+        raise CheckpointError(
+            f"{biases.name} is {biases.dtype}, but its scales are {scales.dtype}; the checkpoint is"
+            " damaged"
+        )

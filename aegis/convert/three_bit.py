@@ -82,7 +82,10 @@ def _convert_layer(store: Store, folder: Path, layer: int) -> tuple[int, ...]:
         UncachedWriter(folder / source.name, PIECE_NBYTES) as writer,
     ):
         for expert in range(layout.num_experts):
-            reader.read_into(expert * old.stride, record)
+            try:
+                reader.read_into(expert * old.stride, record)
+            except (OSError, EOFError) as error:
+                raise StoreError(f"{source} cannot be read: {error}") from error
             if zlib.crc32(record.data) != expected[expert]:
                 raise StoreError(
                     f"{source}: expert {expert} of layer {layer} is damaged (checksum mismatch);"

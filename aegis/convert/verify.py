@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from aegis.checkpoint.fileio import PIECE_NBYTES, UncachedReader, aligned_buffer
 from aegis.checkpoint.layout import ExpertBits
+from aegis.checkpoint.plainfile import FileDamageError, regular_nbytes
 from aegis.checkpoint.store import Store
 
 U8 = NDArray[np.uint8]
@@ -23,10 +24,12 @@ class Damage:
 
     file: Path
     what: str
-    """For people: ``expert 3 of layer 7``, ``tensor lm_head``, ``file``."""
+    """For people: ``expert 3 of layer 7``, ``tensor lm_head``, ``the contents``."""
     layer: int | None = None
     expert: int | None = None
     tensor: str | None = None
+    unreadable: bool = False
+    """Nothing in the file could be compared."""
 
 
 @dataclass(frozen=True)
@@ -48,53 +51,76 @@ class VerifyReport:
 class _Item:
     offset: int
     nbytes: int
-    crc32: int
+    crc32: int | None
+    """None: zeros, which conversion puts between what it writes."""
     damage: Damage
 
 
 def verify(store: Store, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
-    """Read every resident tensor, expert record and copied file, in small pieces."""
+    """Read every byte of the store's files but store.json's, in small pieces.
+
+    What opening refuses (a file that is missing or has another length) is damage like any other
+    here: pass a store opened with ``check_sizes=False`` to be told all of it.
+    """
+    sizes = store.file_sizes()
     batches = list(_batches(store))
     total = sum(item.nbytes for batch in batches for item in batch)
     damaged, done, checked = [], 0, 0
     buffer = aligned_buffer(PIECE_NBYTES)
     for batch in batches:
-        with UncachedReader(batch[0].damage.file) as reader:
-            for item in batch:
-                if not _matches(reader, item, buffer):
-                    damaged.append(item.damage)
-                done, checked = done + item.nbytes, checked + 1
+        file = batch[0].damage.file
+        wrong = _wrong_length(file, sizes[file])
+        damaged += wrong
+        if not any(damage.unreadable for damage in wrong):
+            damaged += _damaged(file, batch, buffer)
+        checked += sum(item.crc32 is not None for item in batch)
+        done += sum(item.nbytes for item in batch)
         if progress:
             progress(done, total)
     return VerifyReport(checked, done, tuple(damaged))
 
 
+def _wrong_length(file: Path, expected: int) -> list[Damage]:
+    try:
+        actual = regular_nbytes(file)
+    except FileNotFoundError:
+        return [Damage(file, "the file, which is missing", unreadable=True)]
+    except FileDamageError as error:
+        return [Damage(file, f"the file, which {error}", unreadable=True)]
+    if actual == expected:
+        return []
+    return [Damage(file, f"the length, {actual} bytes instead of {expected}")]
+
+
+def _damaged(file: Path, batch: list[_Item], buffer: U8) -> list[Damage]:
+    try:
+        with UncachedReader(file) as reader:
+            return [item.damage for item in batch if not _matches(reader, item, buffer)]
+    except OSError as error:
+        return [Damage(file, f"the file, which cannot be read ({error.strerror})", unreadable=True)]
+
+
 def _matches(reader: UncachedReader, item: _Item, buffer: U8) -> bool:
-    crc = 0
+    crc, zeros = 0, True
     try:
         for start in range(0, item.nbytes, buffer.size):
             piece = buffer[: min(buffer.size, item.nbytes - start)]
             reader.read_into(item.offset + start, piece)
-            crc = zlib.crc32(piece.data, crc)
+            if item.crc32 is None:
+                zeros = zeros and not piece.any()
+            else:
+                crc = zlib.crc32(piece.data, crc)
     except (OSError, EOFError):
         return False
-    return crc == item.crc32
+    return zeros if item.crc32 is None else crc == item.crc32
 
 
 def _batches(store: Store) -> Iterator[list[_Item]]:
     """What to compare, one list per file."""
     manifest, layout = store.manifest, store.layout
     for name, (size, crc) in manifest.files.items():
-        yield [_Item(0, size, crc, Damage(store.path / name, "the file"))]
-    yield [
-        _Item(
-            t.offset,
-            t.nbytes,
-            manifest.resident_crc32[name],
-            Damage(store.resident_path, f"tensor {name}", tensor=name),
-        )
-        for name, t in layout.resident.items()
-    ]
+        yield [_Item(0, size, crc, Damage(store.path / name, "the contents"))]
+    yield list(_resident_items(store))
     kinds: dict[ExpertBits, tuple[tuple[int, ...], ...] | None] = {
         "4bit": manifest.experts_crc32,
         "3bit": manifest.experts_3bit_crc32,
@@ -114,3 +140,17 @@ def _batches(store: Store) -> Iterator[list[_Item]]:
                 )
                 for expert, crc in enumerate(layer_checksums)
             ]
+
+
+def _resident_items(store: Store) -> Iterator[_Item]:
+    """Every tensor, and the padding behind it."""
+    file = store.resident_path
+    tensors = list(store.layout.resident.items())
+    ends = [tensor.offset for _, tensor in tensors[1:]] + [store.layout.resident_file_nbytes]
+    for (name, tensor), following in zip(tensors, ends, strict=True):
+        crc = store.manifest.resident_crc32[name]
+        yield _Item(tensor.offset, tensor.nbytes, crc, Damage(file, f"tensor {name}", tensor=name))
+        end = tensor.offset + tensor.nbytes
+        if end < following:
+            what = f"the padding behind tensor {name}"
+            yield _Item(end, following - end, None, Damage(file, what, tensor=name))

@@ -6,9 +6,11 @@ import importlib
 import pkgutil
 from typing import TYPE_CHECKING, cast
 
-from aegis.errors import CheckpointError
+from aegis.checkpoint.plainfile import shown
+from aegis.errors import CheckpointError, StoreError
 
 if TYPE_CHECKING:
+    from aegis.checkpoint.layout import StoreLayout
     from aegis.models.base import Family
 
 _SHARED = {"base", "layers"}
@@ -28,7 +30,34 @@ def family(model_type: str) -> Family:
     if model_type not in supported():
         known = ", ".join(supported())
         raise CheckpointError(
-            f"model_type {model_type!r} is not supported: aegis runs {known}; use a checkpoint"
+            f"model_type {shown(model_type)} is not supported: aegis runs {known}; use a checkpoint"
             " of one of these"
         )
     return cast("Family", importlib.import_module(f"aegis.models.{model_type}"))
+
+
+def check_layout(layout: StoreLayout) -> None:
+    """Compare what a store holds with what its config says that the family needs.
+
+    Raises:
+        StoreError: a tensor is missing, left over, or of another shape.
+    """
+    where, remedy = layout.config.where, "convert the model again"
+    wanted = family(layout.model_type).tensor_map(layout.config)
+    left = dict(layout.resident)
+    for entry in wanted.resident:
+        tensor = left.pop(entry.name, None)
+        if tensor is None and not entry.optional:
+            raise StoreError(f"{where} lacks the tensor {entry.name}; {remedy}")
+        if tensor is not None and tensor.shape != entry.shape:
+            raise StoreError(
+                f"{where} holds {entry.name} with the shape {list(tensor.shape)}; its config says"
+                f" {list(entry.shape)}: {remedy}"
+            )
+    if left:
+        raise StoreError(f"{where} holds {next(iter(left))}, which its model lacks; {remedy}")
+    experts = wanted.experts
+    shapes = {part: segment.shape for part, segment in layout.experts.segments.items()}
+    found = (layout.moe_layers, layout.num_experts, shapes)
+    if found != (experts.layers, experts.num_experts, dict(experts.shapes)):
+        raise StoreError(f"{where} holds other experts than its config describes; {remedy}")

@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from decimal import Decimal, localcontext
 from typing import TYPE_CHECKING
 
+from aegis.checkpoint.plainfile import shown
 from aegis.errors import CheckpointError
 from aegis.models.base import submodule
 
 if TYPE_CHECKING:
     from aegis.checkpoint.config import ModelConfig
     from aegis.kernels.base import Weight
+    from aegis.models.base import ModelShape
 
 
 def rotary_frequencies(theta: float, dim: int) -> tuple[float, ...]:
@@ -87,6 +89,9 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 """Keys that change the maths when they hold anything but these values."""
 
 
+_PLAIN = {"full_attention"}
+
+
 def refuse_unsupported(config: ModelConfig, handled: set[str]) -> None:
     """Refuse config keys that change the maths and that the family does not implement.
 
@@ -97,10 +102,10 @@ def refuse_unsupported(config: ModelConfig, handled: set[str]) -> None:
         value = config.get(key)
         if key in handled or value is None or value in neutral:
             continue
-        if key == "layer_types" and set(value) == {"full_attention"}:
+        if key == "layer_types" and isinstance(value, list) and set(map(str, value)) == _PLAIN:
             continue
         raise CheckpointError(
-            f"config.json sets {key} to {value!r}, which changes the computation and is not"
+            f"{config.where} sets {key} to {shown(value)}, which changes the computation and is not"
             f" implemented for {config.model_type}; use a checkpoint without it"
         )
 
@@ -111,12 +116,35 @@ def rope_theta(config: ModelConfig) -> float:
     Raises:
         CheckpointError: for a scaled rotary embedding.
     """
-    parameters = config.get("rope_parameters") or {}
+    parameters = config.section("rope_parameters")
+    if parameters is None:
+        return config.float("rope_theta", 10000.0)
     kind = parameters.get("rope_type", "default")
     if kind != "default":
         raise CheckpointError(
-            f"config.json sets rope_parameters.rope_type to {kind!r}, which is not implemented"
-            f" for {config.model_type}; use a checkpoint with plain rotary positions"
+            f"{parameters.where} sets rope_type to {shown(kind)}, which is not implemented for"
+            f" {config.model_type}; use a checkpoint with plain rotary positions"
         )
-    theta = parameters.get("rope_theta")
-    return float(theta) if theta is not None else config.float("rope_theta", 10000.0)
+    if parameters.get("rope_theta") is None:
+        return config.float("rope_theta", 10000.0)
+    return parameters.float("rope_theta")
+
+
+def refuse_inconsistent(config: ModelConfig, shape: ModelShape) -> None:
+    """Refuse sizes that are plausible each by itself but not together.
+
+    Raises:
+        CheckpointError: naming the two that contradict each other.
+    """
+    if shape.num_experts_per_tok > shape.num_experts:
+        raise CheckpointError(
+            f"{config.where} sets num_experts_per_tok to {shape.num_experts_per_tok}, but there are"
+            f" only {shape.num_experts} experts; use the config.json of this checkpoint"
+        )
+    if shape.num_attention_heads % shape.num_key_value_heads:
+        raise CheckpointError(
+            f"{config.where} has {shape.num_attention_heads} attention heads for"
+            f" {shape.num_key_value_heads} key and value heads; expected a multiple"
+        )
+    if shape.head_dim % 2:
+        raise config.mistyped("head_dim", shape.head_dim, "an even number")

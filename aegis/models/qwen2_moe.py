@@ -9,6 +9,7 @@ from aegis.kernels.base import AttentionSpec, ExpertsSpec, HeadSpec, RouterSpec
 from aegis.models.base import Decoder, DecoderLayer, ModelShape, Parts
 from aegis.models.layers import (
     attention_weights,
+    refuse_inconsistent,
     refuse_unsupported,
     rope_theta,
     rotary_frequencies,
@@ -25,7 +26,7 @@ def shape(config: ModelConfig) -> ModelShape:
     refuse_unsupported(config, handled={"qkv_bias", "norm_topk_prob"})
     heads, hidden = config.int("num_attention_heads"), config.int("hidden_size")
     layers = config.int("num_hidden_layers")
-    return ModelShape(
+    sizes = ModelShape(
         hidden_size=hidden,
         vocab_size=config.int("vocab_size"),
         num_hidden_layers=layers,
@@ -40,6 +41,23 @@ def shape(config: ModelConfig) -> ModelShape:
         max_position_embeddings=config.int("max_position_embeddings"),
         tie_word_embeddings=config.bool("tie_word_embeddings", False),
     )
+    refuse_inconsistent(config, sizes)
+    # What only the decoder uses is read here too: a bad value is refused before anything is done.
+    for read in (_qkv_bias, _norm_topk_prob, _rms_norm_eps, rope_theta):
+        read(config)
+    return sizes
+
+
+def _rms_norm_eps(config: ModelConfig) -> float:
+    return config.float("rms_norm_eps")
+
+
+def _qkv_bias(config: ModelConfig) -> bool:
+    return config.bool("qkv_bias", True)
+
+
+def _norm_topk_prob(config: ModelConfig) -> bool:
+    return config.bool("norm_topk_prob", False)
 
 
 def tensor_map(config: ModelConfig) -> TensorMap:
@@ -48,7 +66,7 @@ def tensor_map(config: ModelConfig) -> TensorMap:
     hidden, width = sizes.hidden_size, sizes.moe_intermediate_size
     resident = [ResidentName("embed_tokens", (sizes.vocab_size, hidden))]
     for layer in range(sizes.num_hidden_layers):
-        resident += _layer_names(f"layers.{layer}.", sizes, config.bool("qkv_bias", True))
+        resident += _layer_names(f"layers.{layer}.", sizes, _qkv_bias(config))
     resident.append(ResidentName("norm", (hidden,)))
     if not sizes.tie_word_embeddings:
         resident.append(ResidentName("lm_head", (sizes.vocab_size, hidden)))
@@ -94,7 +112,7 @@ def _layer_names(prefix: str, sizes: ModelShape, qkv_bias: bool) -> list[Residen
 def build(config: ModelConfig, parts: Parts) -> Decoder:
     """The decoder over loaded weights."""
     sizes = shape(config)
-    backend, weights, eps = parts.backend, parts.weights, config.float("rms_norm_eps")
+    backend, weights, eps = parts.backend, parts.weights, _rms_norm_eps(config)
     attention = AttentionSpec(
         hidden_size=sizes.hidden_size,
         num_attention_heads=sizes.num_attention_heads,
@@ -107,7 +125,7 @@ def build(config: ModelConfig, parts: Parts) -> Decoder:
         hidden_size=sizes.hidden_size,
         num_experts=sizes.num_experts,
         num_experts_per_tok=sizes.num_experts_per_tok,
-        norm_topk_prob=config.bool("norm_topk_prob", False),
+        norm_topk_prob=_norm_topk_prob(config),
         rms_norm_eps=eps,
     )
     experts = ExpertsSpec(

@@ -45,7 +45,7 @@ def test_headers_are_read_as_the_reference_library_reads_them() -> None:
     ("header", "words"),
     [
         (b"not json", "damaged header"),
-        (b"[]", "not a JSON object"),
+        (b"[]", "it holds a list; expected a JSON object"),
         (b'{"a": ' * 50_000, "damaged header"),
         (b'{"a": 1, "a": 2}', "lists a twice"),
         ({"a": 1}, "damaged header entry for a"),
@@ -54,7 +54,7 @@ def test_headers_are_read_as_the_reference_library_reads_them() -> None:
         ({"a": entry(shape=[True])}, "damaged header entry for a"),
         ({"a": entry(begin=-1)}, "damaged header entry for a"),
         ({"a": entry(end=3.5)}, "damaged header entry for a"),
-        ({"a": entry(dtype="Q4")}, "stores a as Q4"),
+        ({"a": entry(dtype="Q4")}, "stores a as 'Q4'"),
         ({"a": entry(dtype="F32")}, r"gives a 4 bytes, but F32 \[4\] takes 16"),
         ({"a": entry(begin=4, end=0)}, "gives a -4 bytes"),
         ({"a": entry(begin=2, end=6), "b": entry()}, "over another tensor"),
@@ -80,7 +80,7 @@ def test_an_implausibly_long_header_is_refused_before_it_is_read(tmp_path: Path)
     path = write(tmp_path / "m.safetensors", b"{}", length=200 << 20)
     with path.open("r+b") as file:
         file.truncate(300 << 20)
-    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+    with pytest.raises(CheckpointError, match=r"is implausibly large \(209715200 bytes"):
         read_header(path)
 
 
@@ -100,7 +100,7 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match="is missing"):
         read_header(tmp_path / "m.safetensors")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from damages import manifest
 from numpy.typing import NDArray
 from stores import edit_json, flip_bit
 from strategies import write_checkpoint
@@ -154,13 +155,10 @@ def set_key(**keys: object) -> Callable[[Path], None]:
         (truncate("experts/layer_001.bin"), "layer_001.bin has .* bytes, but"),
         (truncate("tokenizer.json"), "tokenizer.json has .* bytes, but"),
         (truncate("store.json"), "store.json is damaged"),
-        (unlink("experts/layer_000.bin"), "layer_000.bin cannot be read"),
-        (unlink("resident.bin"), "resident.bin cannot be read"),
+        (unlink("experts/layer_000.bin"), "layer_000.bin is missing"),
+        (unlink("resident.bin"), "resident.bin is missing"),
         (unlink("store.json"), "is not a store"),
-        (
-            lambda f: edit_json(f / "store.json", lambda d: d.update(format_version=99)),
-            "version 99",
-        ),
+        (manifest(lambda d: d.update(format_version=99)), "version 99"),
         (set_key(format="x"), "not describe"),
         (set_key(num_experts=5), "checksum"),
         (lambda f: (f / "store.json").write_text("[]"), "is damaged"),
