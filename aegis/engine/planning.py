@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from aegis.checkpoint.config import tokenizer_nbytes
 from aegis.errors import BackendError, UsageError
 from aegis.kernels import registry
 from aegis.kernels.base import BackendUnavailableError, WorkspaceSpec
 from aegis.kernels.sizes import align_up
 from aegis.kernels.threads import default_threads, usable_processors
-from aegis.models import family
+from aegis.models import check_layout, family
 from aegis.planner import MemoryPlan, PlanRequest, PrefillOption, parse_size
 from aegis.planner import make_plan as plan_request
 from aegis.settings import (
@@ -133,8 +134,11 @@ def resolve(path: str | Path, layout: StoreLayout, settings: Settings, backend: 
 
     Raises:
         UsageError: the context is longer than the model's.
+        StoreError: the store does not hold what its config says.
+        TokenizerError: tokenizer.json is missing or cannot be one.
     """
     shape = family(layout.model_type).shape(layout.config)
+    check_layout(layout)
     context = settings.context or min(DEFAULT_CONTEXT, shape.max_position_embeddings)
     if not 1 <= context <= shape.max_position_embeddings:
         raise UsageError(
@@ -142,9 +146,8 @@ def resolve(path: str | Path, layout: StoreLayout, settings: Settings, backend: 
             f" {shape.max_position_embeddings}; choose one in that range"
         )
     threads = compute_threads(settings.threads)
-    tokenizer = Path(path) / "tokenizer.json"
-    tokenizer_nbytes = tokenizer.stat().st_size if tokenizer.exists() else 0
-    return Request(settings, backend, threads, context, shape, layout, tokenizer_nbytes)
+    tokenizer = tokenizer_nbytes(Path(path))
+    return Request(settings, backend, threads, context, shape, layout, tokenizer)
 
 
 def request_plan(request: Request) -> MemoryPlan:
