@@ -7,11 +7,16 @@ import gc
 import sys
 
 
-def give_back() -> None:
-    """Return what is free on the heap: loading and encoding take a lot for a moment."""
-    gc.collect()
+def trim() -> None:
+    """Return what is free on the heap; quick, but garbage in cycles is not free yet."""
     if sys.platform == "linux":
         try:
             ctypes.CDLL(None).malloc_trim(0)
         except (AttributeError, OSError):  # another C library
             return
+
+
+def give_back() -> None:
+    """The same with garbage collected: loading and encoding take a lot for a moment."""
+    gc.collect()
+    trim()
