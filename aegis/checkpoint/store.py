@@ -35,7 +35,7 @@ _PIECE_NBYTES = 1 << 20
 _PASSING_NBYTES = 64 << 10
 
 
-def is_store(path: str | Path) -> bool:
+def is_store(path: str | os.PathLike[str]) -> bool:
     """Whether a folder is a converted store (rather than a checkpoint)."""
     return os.path.lexists(Path(path) / MANIFEST)
 
@@ -55,7 +55,7 @@ class Store:
 
     @classmethod
     def open(
-        cls, path: str | Path, verify_resident: bool = True, check_sizes: bool = True
+        cls, path: str | os.PathLike[str], verify_resident: bool = True, check_sizes: bool = True
     ) -> Store:
         """Read store.json, check it and every file's size.
 

@@ -32,7 +32,7 @@ def cache_folder() -> Path:
     return home / "Library/Caches/aegis" if sys.platform == "darwin" else home / ".cache/aegis"
 
 
-def cached_store_path(path: str | Path, layout: Layout = "il16") -> Path:
+def cached_store_path(path: str | os.PathLike[str], layout: Layout = "il16") -> Path:
     """Where the store of a checkpoint lies in the cache, converted or not.
 
     Raises:
@@ -44,7 +44,9 @@ def cached_store_path(path: str | Path, layout: Layout = "il16") -> Path:
 
 
 def ensure_store(
-    path: str | Path, layout: Layout = "il16", progress: Progress | None = None
+    path: str | os.PathLike[str],
+    layout: Layout = "il16",
+    progress: Progress | None = None,
 ) -> Store:
     """The opened store for a store or checkpoint folder; converts into the cache when needed.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ _COPIED_LIMIT_NBYTES = 1 << 30
 
 
 def convert(
-    source: str | Path,
+    source: str | PathLike[str],
     destination: str | Path,
     *,
     layout: Layout = "il16",

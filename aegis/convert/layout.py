@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
+from os import PathLike
 
 from aegis.checkpoint.layout import (
     PARTS,
@@ -20,7 +20,7 @@ from aegis.kernels.sizes import FormatError, check_format, stored_format
 from aegis.models import family
 
 
-def layout_of_checkpoint(path: str | Path, layout: Layout = "il16") -> StoreLayout:
+def layout_of_checkpoint(path: str | PathLike[str], layout: Layout = "il16") -> StoreLayout:
     """What converting ``path`` would give; nothing but headers is read.
 
     Raises:

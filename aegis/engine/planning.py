@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -119,7 +120,7 @@ def compute_threads(requested: int | None) -> int:
     return default_threads() if requested is None else min(requested, usable_processors())
 
 
-def store_layout(path: str | Path, backend: str) -> StoreLayout:
+def store_layout(path: str | PathLike[str], backend: str) -> StoreLayout:
     """Sizes of a store, or of the store that a checkpoint would become; reads headers only."""
     from aegis.checkpoint.store import Store, is_store
     from aegis.convert.layout import layout_of_checkpoint
@@ -129,7 +130,9 @@ def store_layout(path: str | Path, backend: str) -> StoreLayout:
     return layout_of_checkpoint(path, backend_layout(backend))
 
 
-def resolve(path: str | Path, layout: StoreLayout, settings: Settings, backend: str) -> Request:
+def resolve(
+    path: str | PathLike[str], layout: StoreLayout, settings: Settings, backend: str
+) -> Request:
     """Settle context and threads for the model in ``path``.
 
     Raises:
