@@ -121,34 +121,43 @@ def open_model(
     on_plan: Callable[[MemoryPlan], None] | None,
 ) -> Opened:
     """Plan from headers, refuse what does not fit, then convert, allocate and load."""
+    from aegis.checkpoint.source import Checkpoint
+    from aegis.checkpoint.store import is_store
     from aegis.convert.cache import ensure_store
     from aegis.convert.identity import embedded_path, model_name
 
-    source = embedded_path() if path is None else Path(path)
+    folder = embedded_path() if path is None else Path(path)
     backend = choose_backend(settings.backend)
+    # Opened once for all that follows: headers are read once.
+    source = folder if is_store(folder) else Checkpoint.open(folder)
     request = resolve(source, store_layout(source, backend), settings, backend)
     plan = request_plan(request)
     if not plan.feasible:
         raise PlanError(plan.refusal())
     if on_plan is not None:
         on_plan(plan)
+    # Before converting, which may take minutes: a damaged tokenizer is found in a moment.
+    tokenizer = _load_tokenizer(folder)
     store = ensure_store(source, backend_layout(backend), progress)
-    tokenizer = _load_tokenizer(store)
     warm_up()
     memory.trim()
     try:
         with ExitStack() as undo:
-            opened = _allocate(undo, model_name(source), store, request, plan, tokenizer)
+            opened = _allocate(undo, model_name(folder), store, request, plan, tokenizer)
             undo.pop_all()
             return opened
     except TiersError as error:
         raise StoreError(str(error)) from error
 
 
-def _load_tokenizer(store: Store) -> Tokenizer:
+def _load_tokenizer(folder: Path) -> Tokenizer:
+    """The model's tokenizer; a store's files are compared with their checksums first."""
+    from aegis.checkpoint.store import Store, is_store
     from aegis.text.tokenizer import Tokenizer
 
-    return Tokenizer.open(store.path)
+    if is_store(folder):
+        Store.open(folder).check_copied()
+    return Tokenizer.open(folder)
 
 
 def _arena_nbytes(plan: MemoryPlan, owns_workspace: bool) -> int:
