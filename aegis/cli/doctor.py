@@ -58,20 +58,28 @@ def command(**options: Any) -> int:
 
 
 def _selftest(options: dict[str, Any]) -> Selftest:
-    from aegis.doctor.selftest import selftest
+    from aegis.doctor.selftest import Selftest, selftest
     from aegis.doctor.table import header, lines_of, skipped_line
 
-    backend = options["backend"] or "auto"
-    if options["as_json"]:
-        return selftest(backend)
-    click.echo("\n" + header())
-    tested = selftest(backend, lambda result: click.echo("\n".join(lines_of(result))))
+    def show(text: str) -> None:
+        if not options["as_json"]:
+            click.echo(text)
+
+    show("\n" + header())
+    try:
+        tested = selftest(
+            options["backend"] or "auto", lambda result: show("\n".join(lines_of(result)))
+        )
+    except AegisError as error:
+        return Selftest(error=str(error))
     for skipped in tested.skipped:
-        click.echo(skipped_line(skipped))
+        show(skipped_line(skipped))
     return tested
 
 
 def _verdict(tested: Selftest) -> str:
+    if tested.error is not None:
+        return tested.error
     if not tested.results:
         reasons = "; ".join(f"{skip.backend}: {skip.reason}" for skip in tested.skipped)
         return f"nothing could be tested ({reasons})"

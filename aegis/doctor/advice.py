@@ -50,6 +50,15 @@ def _memory(facts: Facts) -> Iterator[Problem]:
         )
     elif cap is not None:
         yield from _small_caps(cap, facts.default_cap_nbytes or 0, model)
+    limit = facts.address_space_nbytes
+    if limit is not None and cap is not None and limit < cap:
+        yield Problem(
+            "address_space",
+            "problem",
+            f"the address space is limited to {format_size(limit)} (ulimit -v), less than the"
+            " memory that can be used",
+            "ulimit -v unlimited, and a smaller --cap to limit memory instead",
+        )
     if facts.swap_nbytes:
         yield Problem(
             "swap",
@@ -97,17 +106,18 @@ def _backends(facts: Facts) -> Iterator[Problem]:
     native = next((b for b in facts.backends if b.name == "native"), None)
     if native is None or native.reason is None or facts.default_backend != "reference":
         return
-    found = (
-        "no compiler was found here"
-        if facts.compiler is None
-        else f"there is a compiler, {facts.compiler}"
-    )
+    install = native.install or "aegis-moe again"
+    if facts.compiler is None:
+        found = "and no C++ compiler was found"
+    else:
+        found = f"though there is a C++ compiler, {facts.compiler}"
+        install = f"{install}; with -v pip shows why a build failed"
     yield Problem(
         "no_native_backend",
         "problem",
         f"the compiled kernels are missing, so numpy computes (the reference backend), over ten"
-        f" times slower; {found}",
-        native.install or "install aegis-moe again",
+        f" times slower, {found}",
+        f"install {install}",
     )
 
 
@@ -134,7 +144,7 @@ def _processor(facts: Facts) -> Iterator[Problem]:
     elif processor.isas and processor.isa != processor.isas[0]:
         yield Problem(
             "isa_not_best",
-            "note",
+            "problem" if processor.isa == "scalar" else "note",
             f"AEGIS_ISA chooses {processor.isa} where {processor.isas[0]} is available",
             "unset AEGIS_ISA",
         )
@@ -237,6 +247,13 @@ def _space(folder: object, free: int | None) -> Iterator[Problem]:
 
 
 def _disk(facts: Facts) -> Iterator[Problem]:
+    if facts.disk.failed:
+        yield Problem(
+            "disk_failed",
+            "problem",
+            f"the disk could not be measured: {facts.disk.skipped}",
+            "look at quotas, ulimit -f and the system's log, or set AEGIS_CACHE to another disk",
+        )
     best = max((speed.nbytes_per_s for speed in facts.disk.speeds), default=None)
     if best is not None and best < SLOW_NBYTES_PER_S:
         yield Problem(

@@ -68,6 +68,8 @@ class DiskTest:
     speeds: tuple[ReadSpeed, ...] = ()
     skipped: str | None = None
     """Why nothing was measured; None where something was."""
+    failed: bool = False
+    """Whether that is because the system refused to write or to read."""
 
 
 def measure_disk(cache: Path, records: Sequence[int], free_memory_nbytes: int | None) -> DiskTest:
@@ -88,7 +90,8 @@ def measure_disk(cache: Path, records: Sequence[int], free_memory_nbytes: int | 
     except ArenaError as error:
         return DiskTest(skipped=str(error))
     except OSError as error:
-        return DiskTest(skipped=f"writing or reading in {folder} failed: {error.strerror or error}")
+        reason = f"writing or reading in {folder} failed: {error.strerror or error}"
+        return DiskTest(skipped=reason, failed=True)
 
 
 def _folder_for(cache: Path) -> Path | str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import re
+import resource
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -28,14 +29,14 @@ Found = TypeVar("Found")
 
 MIB = 1 << 20
 SHORT_CONTEXT = 512
-LEAST_MARGIN_NBYTES = 64 * MIB
+LEAST_MARGIN_NBYTES = 16 * MIB
 MARGIN_SHARE = 8
 _COMPILERS = ("c++", "g++", "clang++")
 _INSTALL = {
-    "native": "install a C++17 compiler (g++ or clang++), then "
-    "pip install --force-reinstall --no-cache-dir --no-deps aegis-moe",
+    "native": "a C++17 compiler (g++ or clang++), then aegis-moe again: "
+    "pip install --force-reinstall --no-cache-dir --no-deps, from where it was installed",
 }
-"""What makes a backend available that is not; what is missing here cannot be installed."""
+"""What to install for a backend that cannot run; nothing helps those that are not named."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class BackendFact:
     reason: str | None
     """None where it can run."""
     install: str | None
-    """What would make it available; None where nothing would, or nothing need be done."""
+    """What to install for it; None where nothing helps, or nothing need be done."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,8 @@ class Facts:
     memory: MemoryLimits
     swap_nbytes: int | None
     """Size of all swap space, used or not."""
+    address_space_nbytes: int | None
+    """What this process may map at most; None: no limit."""
     huge_pages: HugePages
     storage: Storage | None
     storage_error: str | None
@@ -116,6 +119,7 @@ def gather(disk: bool = True, root: Path = Path("/")) -> Facts:
         processor=read_processor(root),
         memory=memory,
         swap_nbytes=_swap_nbytes(root),
+        address_space_nbytes=_address_space_nbytes(),
         huge_pages=try_huge_pages(memory.free, root),
         storage=storage,
         storage_error=error,
@@ -184,6 +188,11 @@ def _or_reason(look: Callable[[], Found]) -> tuple[Found | None, str | None]:
         return look(), None
     except (AegisError, OSError, RuntimeError) as error:
         return None, str(error)
+
+
+def _address_space_nbytes() -> int | None:
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def _swap_nbytes(root: Path) -> int | None:

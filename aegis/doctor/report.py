@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from aegis.doctor.advice import Problem
-from aegis.doctor.facts import MARGIN_SHARE, SHORT_CONTEXT, Facts
+from aegis.doctor.facts import LEAST_MARGIN_NBYTES, MARGIN_SHARE, SHORT_CONTEXT, Facts
 from aegis.doctor.storage import Storage
 from aegis.planner import format_size
 
@@ -108,8 +108,7 @@ def _backends(facts: Facts) -> Iterator[str]:
             default = " (the default here)" if backend.name == facts.default_backend else ""
             yield f"{backend.name}: available{default}"
         else:
-            install = f"; {backend.install}" if backend.install else ""
-            yield f"{backend.name}: {backend.reason}{install}"
+            yield f"{backend.name}: {backend.reason}"
 
 
 def _cap(facts: Facts) -> Iterator[str]:
@@ -117,8 +116,9 @@ def _cap(facts: Facts) -> Iterator[str]:
         yield "what is sensible is not known, since nothing says how much memory is free"
     else:
         free = f"{_size(facts.memory.free)} free{_within(facts)}"
+        upto = facts.sensible_cap_nbytes
         yield (
-            f"up to {format_size(facts.sensible_cap_nbytes)} is sensible: {free}, less"
+            f"{f'up to {format_size(upto)}' if upto else 'none'} is sensible: {free}, less"
             f" {_size(facts.margin_nbytes)} for others"
         )
         yield f"without --cap a run takes {_size(facts.default_cap_nbytes)}"
@@ -140,7 +140,7 @@ def _size(nbytes: int | None) -> str:
 
 CAP_RULE = (
     "free memory (the least that the machine and the containers around the process allow) less "
-    f"1/{MARGIN_SHARE} of it, at least 64 MiB, for other programs"
+    f"1/{MARGIN_SHARE} of it, at least {format_size(LEAST_MARGIN_NBYTES)}, for other programs"
 )
 
 
@@ -183,6 +183,7 @@ def _memory_json(facts: Facts) -> dict[str, Any]:
         "limit_source": None if m.source is None else str(m.source),
         "swap_nbytes": facts.swap_nbytes,
         "swap_free_nbytes": m.swap,
+        "address_space_nbytes": facts.address_space_nbytes,
     }
 
 

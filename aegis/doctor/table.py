@@ -48,6 +48,7 @@ def selftest_json(tested: Selftest) -> dict[str, Any]:
     """The ``selftest`` object of --json."""
     return {
         "ok": tested.ok,
+        "error": tested.error,
         "logits_within": LOGITS_WITHIN,
         "runs": [vars(result) | {} for result in tested.results],
         "skipped": [vars(skipped) | {} for skipped in tested.skipped],
