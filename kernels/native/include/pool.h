@@ -6,6 +6,8 @@
 // Workers spin for about 50 us after a dispatch, giving the processor away now and then, then sleep.
 #pragma once
 
+#include "of_process.h"
+
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -117,8 +119,13 @@ private:
     void start(int threads, int limit);
     void stop();
 
+    struct Shared {
+        std::vector<std::thread> workers;
+        std::mutex mutex;
+        std::condition_variable wake;
+    };
+
     int threads_ = 1;
-    std::vector<std::thread> workers_;
     std::mutex dispatch_mutex_;
 
     Body body_ = nullptr;
@@ -128,8 +135,7 @@ private:
     alignas(64) std::atomic<uint64_t> gate_{0};  // dispatch << 32 | open << 31 | workers inside
     alignas(64) std::atomic<int> sleeping_{0};
     std::atomic<bool> stopping_{false};
-    std::mutex sleep_mutex_;
-    std::condition_variable wake_;
+    const OfProcess<Shared> shared_;
 };
 
 }  // namespace aegis

@@ -1,6 +1,8 @@
 // Reader threads with two queues: demand before guess. The Python twin is tiers/read_pool.py.
 #pragma once
 
+#include "of_process.h"
+
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -23,8 +25,11 @@ class ReadPool {
   public:
     using Ticket = std::int64_t;
     static constexpr std::int64_t kUnchecked = -1;
+    // As preadv. Tests bring one that fails.
+    using ReadCall = ssize_t (*)(int fd, const iovec* pieces, int count, off_t offset);
 
-    ReadPool(int threads, bool drop_cache);
+    // Fewer threads where the system gives no more; an error where it gives none at all.
+    ReadPool(int threads, bool drop_cache, ReadCall read = nullptr);
     ~ReadPool();
     ReadPool(const ReadPool&) = delete;
     ReadPool& operator=(const ReadPool&) = delete;
@@ -44,6 +49,7 @@ class ReadPool {
     std::int64_t result(Ticket ticket);
     std::int64_t read_nbytes() const { return read_nbytes_.load(std::memory_order_relaxed); }
     std::int64_t depth();
+    // In a forked child this leaves everything as it is; all other calls refuse to work there.
     void close();
 
   private:
@@ -58,6 +64,14 @@ class ReadPool {
         std::int64_t result;
     };
 
+    struct Shared {
+        std::mutex mutex;
+        std::condition_variable work, ended;
+        std::vector<std::thread> threads;
+    };
+
+    std::unique_lock<std::mutex> lock();
+    void start(int threads);
     Job& find(Ticket ticket);
     Job& find_ended(Ticket ticket);
     Job* next(std::deque<Ticket>& queue);
@@ -66,8 +80,7 @@ class ReadPool {
     std::int64_t perform(Job& job) const;
     static void check(Job& job, std::int64_t got);
 
-    std::mutex mutex_;
-    std::condition_variable work_, ended_;
+    const OfProcess<Shared> shared_;
     // Nodes of an unordered_map stay where they are, so a reader may keep a Job* without the lock.
     std::unordered_map<Ticket, Job> jobs_;
     std::deque<Ticket> demands_, guesses_;
@@ -75,8 +88,8 @@ class ReadPool {
     std::int64_t pending_ = 0;
     bool closed_ = false;
     const bool drop_cache_;
+    const ReadCall read_;
     std::atomic<std::int64_t> read_nbytes_{0};
-    std::vector<std::thread> threads_;
 };
 
 }  // namespace aegis

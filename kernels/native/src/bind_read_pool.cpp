@@ -46,7 +46,13 @@ void raise_key_error(const std::exception_ptr& thrown, void*) {
 void bind_read_pool(nb::module_& m) {
     nb::register_exception_translator(raise_key_error);
     nb::class_<ReadPool>(m, "ReadPool", "Reader threads with two queues: demand before guess.")
-        .def(nb::init<int, bool>(), nb::arg("threads"), nb::arg("drop_cache") = false)
+        .def(
+            "__init__",
+            [](ReadPool* self, int threads, bool drop_cache, std::uintptr_t read) {
+                new (self) ReadPool(threads, drop_cache, reinterpret_cast<ReadPool::ReadCall>(read));
+            },
+            nb::arg("threads"), nb::arg("drop_cache") = false, nb::arg("read") = 0,
+            "read: the address of a function to call in place of preadv; for tests.")
         .def(
             "submit",
             [](ReadPool& pool, int fd, std::int64_t offset, std::int64_t nbytes,

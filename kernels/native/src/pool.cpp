@@ -133,7 +133,9 @@ Pool::Pool(int threads, int limit) { start(threads, limit); }
 
 Pool::~Pool() { stop(); }
 
+// A forked child has no workers to restart; whoever holds the lock may not be there either.
 void Pool::set_threads(int threads) {
+    if (!shared_.here()) return;
     std::lock_guard<std::mutex> lock(dispatch_mutex_);
     stop();
     start(threads, usable_processors());
@@ -145,23 +147,25 @@ void Pool::start(int threads, int limit) {
     const uint32_t seen = static_cast<uint32_t>(gate_.load() >> 32);
     state_.shares = std::vector<Share>(static_cast<size_t>(threads_));
     for (Share& share : state_.shares) share.word.store(untouched(state_.phase.load()));
-    workers_.reserve(static_cast<size_t>(threads_));
+    std::vector<std::thread>& workers = shared_->workers;
+    workers.reserve(static_cast<size_t>(threads_));
     try {
         for (int index = 1; index < threads_; ++index)
-            workers_.emplace_back([this, index, seen] { work(index, seen); });
+            workers.emplace_back([this, index, seen] { work(index, seen); });
     } catch (const std::system_error&) {
-        threads_ = static_cast<int>(workers_.size()) + 1;
+        threads_ = static_cast<int>(workers.size()) + 1;
     }
 }
 
 void Pool::stop() {
+    if (!shared_.here()) return;
     {
-        std::lock_guard<std::mutex> lock(sleep_mutex_);
+        std::lock_guard<std::mutex> lock(shared_->mutex);
         stopping_ = true;
     }
-    wake_.notify_all();
-    for (auto& worker : workers_) worker.join();
-    workers_.clear();
+    shared_->wake.notify_all();
+    for (auto& worker : shared_->workers) worker.join();
+    shared_->workers.clear();
     stopping_ = false;
 }
 
@@ -173,9 +177,9 @@ bool Pool::open_after(uint32_t seen) const {
 void Pool::wait_for_work(uint32_t seen) {
     const auto ready = [&] { return stopping_.load() || open_after(seen); };
     if (spin_until(ready, true)) return;
-    std::unique_lock<std::mutex> lock(sleep_mutex_);
+    std::unique_lock<std::mutex> lock(shared_->mutex);
     sleeping_.fetch_add(1);
-    wake_.wait(lock, ready);
+    shared_->wake.wait(lock, ready);
     sleeping_.fetch_sub(1);
 }
 
@@ -208,8 +212,8 @@ void Pool::dispatch(Body body, const void* arg) {
     first_phase_ = state_.phase.load();
     gate_.store(((gate_.load() >> 32) + 1) << 32 | kOpen);
     if (sleeping_.load() > 0) {
-        { std::lock_guard<std::mutex> sleep_lock(sleep_mutex_); }
-        wake_.notify_all();
+        { std::lock_guard<std::mutex> sleep_lock(shared_->mutex); }
+        shared_->wake.notify_all();
     }
     Team team(threads_, 0, &state_, first_phase_);
     body(arg, team);

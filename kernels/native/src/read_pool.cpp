@@ -9,25 +9,27 @@
 #include <signal.h>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <unistd.h>
 
 namespace aegis {
 
 namespace {
 
-ssize_t read_pieces(int fd, const iovec* pieces, std::size_t count, off_t offset) {
+ssize_t read_pieces(int fd, const iovec* pieces, int count, off_t offset) {
 #ifdef __APPLE__
     // preadv came with macOS 11; the caller's loop takes one piece after the other just as well.
     (void)count;
     return pread(fd, pieces[0].iov_base, pieces[0].iov_len, offset);
 #else
-    return preadv(fd, pieces, static_cast<int>(count), offset);
+    return preadv(fd, pieces, count, offset);
 #endif
 }
 
 }  // namespace
 
-ReadPool::ReadPool(int threads, bool drop_cache) : drop_cache_(drop_cache) {
+ReadPool::ReadPool(int threads, bool drop_cache, ReadCall read)
+    : drop_cache_(drop_cache), read_(read == nullptr ? read_pieces : read) {
     if (threads < 1) {
         throw std::invalid_argument("a read pool of " + std::to_string(threads) +
                                     " threads was asked for; use at least one");
@@ -37,16 +39,31 @@ ReadPool::ReadPool(int threads, bool drop_cache) : drop_cache_(drop_cache) {
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     try {
-        for (int i = 0; i < threads; ++i) threads_.emplace_back([this] { serve(); });
+        start(threads);
     } catch (...) {
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
-        close();
         throw;
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
+void ReadPool::start(int threads) {
+    shared_->threads.reserve(static_cast<std::size_t>(threads));
+    try {
+        for (int i = 0; i < threads; ++i) shared_->threads.emplace_back([this] { serve(); });
+    } catch (const std::system_error&) {
+        if (shared_->threads.empty()) throw;
+    }
+}
+
 ReadPool::~ReadPool() { close(); }
+
+std::unique_lock<std::mutex> ReadPool::lock() {
+    if (!shared_.here()) {
+        throw std::runtime_error("the read pool was opened by another process, which forked this one");
+    }
+    return std::unique_lock(shared_->mutex);
+}
 
 ReadPool::Ticket ReadPool::submit(int fd, std::int64_t offset, std::int64_t nbytes,
                                   const std::vector<std::uintptr_t>& addresses, bool demand,
@@ -62,19 +79,19 @@ ReadPool::Ticket ReadPool::submit(int fd, std::int64_t offset, std::int64_t nbyt
     }
     Ticket ticket;
     {
-        std::lock_guard lock(mutex_);
+        const auto locked = lock();
         if (closed_) throw std::runtime_error("the read pool is closed");
         ticket = next_++;
         jobs_.emplace(ticket, Job{fd, offset, nbytes, std::move(pieces), checksums, demand, false, false, 0});
         (demand ? demands_ : guesses_).push_back(ticket);
         ++pending_;
     }
-    work_.notify_one();
+    shared_->work.notify_one();
     return ticket;
 }
 
 bool ReadPool::promote(Ticket ticket) {
-    std::lock_guard lock(mutex_);
+    const auto locked = lock();
     auto found = jobs_.find(ticket);
     if (found == jobs_.end() || found->second.started || found->second.demand) return false;
     // Its entry among the guesses stays behind and is skipped: the job has begun by then.
@@ -84,7 +101,7 @@ bool ReadPool::promote(Ticket ticket) {
 }
 
 bool ReadPool::cancel(Ticket ticket) {
-    std::lock_guard lock(mutex_);
+    const auto locked = lock();
     auto found = jobs_.find(ticket);
     if (found == jobs_.end() || found->second.started) return false;
     jobs_.erase(found);
@@ -99,7 +116,7 @@ ReadPool::Job& ReadPool::find(Ticket ticket) {
 }
 
 bool ReadPool::done(Ticket ticket) {
-    std::lock_guard lock(mutex_);
+    const auto locked = lock();
     return find(ticket).ended;
 }
 
@@ -110,10 +127,10 @@ void ReadPool::collect(const std::vector<Ticket>& tickets, std::vector<Ticket>& 
 }
 
 void ReadPool::poll(const std::vector<Ticket>& tickets, std::vector<Ticket>& ended, int timeout_ms) {
-    std::unique_lock lock(mutex_);
+    auto locked = lock();
     collect(tickets, ended);
     if (!ended.empty() || timeout_ms == 0) return;
-    ended_.wait_for(lock, std::chrono::milliseconds(timeout_ms), [&] {
+    shared_->ended.wait_for(locked, std::chrono::milliseconds(timeout_ms), [&] {
         collect(tickets, ended);
         return !ended.empty();
     });
@@ -128,7 +145,7 @@ ReadPool::Job& ReadPool::find_ended(Ticket ticket) {
 }
 
 std::vector<int> ReadPool::damaged(Ticket ticket) {
-    std::lock_guard lock(mutex_);
+    const auto locked = lock();
     const std::vector<std::int64_t>& checksums = find_ended(ticket).checksums;
     std::vector<int> found;
     for (std::size_t i = 0; i < checksums.size(); ++i) {
@@ -138,20 +155,21 @@ std::vector<int> ReadPool::damaged(Ticket ticket) {
 }
 
 std::int64_t ReadPool::result(Ticket ticket) {
-    std::lock_guard lock(mutex_);
+    const auto locked = lock();
     const std::int64_t result = find_ended(ticket).result;
     jobs_.erase(ticket);
     return result;
 }
 
 std::int64_t ReadPool::depth() {
-    std::lock_guard lock(mutex_);
+    const auto locked = lock();
     return pending_;
 }
 
 void ReadPool::close() {
+    if (!shared_.here()) return;
     {
-        std::lock_guard lock(mutex_);
+        const auto locked = lock();
         closed_ = true;
         for (auto& [ticket, job] : jobs_) {
             if (job.started) continue;
@@ -160,10 +178,10 @@ void ReadPool::close() {
             --pending_;
         }
     }
-    work_.notify_all();
-    ended_.notify_all();
-    for (auto& thread : threads_) thread.join();
-    threads_.clear();
+    shared_->work.notify_all();
+    shared_->ended.notify_all();
+    for (auto& thread : shared_->threads) thread.join();
+    shared_->threads.clear();
 }
 
 ReadPool::Job* ReadPool::next(std::deque<Ticket>& queue) {
@@ -176,24 +194,24 @@ ReadPool::Job* ReadPool::next(std::deque<Ticket>& queue) {
 }
 
 void ReadPool::serve() {
-    std::unique_lock lock(mutex_);
+    auto locked = lock();
     for (;;) {
         Job* job = next(demands_);
         if (job == nullptr) job = next(guesses_);
         if (job == nullptr) {
             if (closed_) return;
-            work_.wait(lock);
+            shared_->work.wait(locked);
             continue;
         }
         job->started = true;
-        lock.unlock();
+        locked.unlock();
         const std::int64_t result = perform(*job);
-        lock.lock();
+        locked.lock();
         job->result = result;
         job->ended = true;
         if (result > 0) read_nbytes_.fetch_add(result, std::memory_order_relaxed);
         --pending_;
-        ended_.notify_all();
+        shared_->ended.notify_all();
     }
 }
 
@@ -203,7 +221,8 @@ std::int64_t ReadPool::perform(Job& job) const {
     std::size_t first = 0;
     std::int64_t got = 0;
     while (first < pieces.size()) {
-        const ssize_t count = read_pieces(job.fd, &pieces[first], pieces.size() - first, job.offset + got);
+        const int left = static_cast<int>(pieces.size() - first);
+        const ssize_t count = read_(job.fd, &pieces[first], left, job.offset + got);
         if (count > 0) {
             got += count;
             std::size_t rest = static_cast<std::size_t>(count);
