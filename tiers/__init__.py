@@ -7,6 +7,7 @@ from aegis.tiers.errors import (
     DamagedExpertError,
     ExpertFileError,
     ReadError,
+    ReadPoolError,
     SlotError,
     TiersError,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "PythonReadPool",
     "ReadError",
     "ReadPool",
+    "ReadPoolError",
     "RoutingTrace",
     "SlotError",
     "SlotPool",

@@ -17,6 +17,10 @@ class ExpertFileError(TiersError):
     """An expert file is missing or its size is not what the store says."""
 
 
+class ReadPoolError(TiersError):
+    """The system gives no thread that could read."""
+
+
 class SlotError(TiersError):
     """A slot was asked for something that its state does not allow."""
 

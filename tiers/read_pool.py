@@ -2,11 +2,13 @@
 
 A read may carry the checksum that its bytes must have; its reader compares it.
 The C++ pool of aegis.kernels.native is used where it is built; the Python pool does the same with
-threads and os.preadv, and takes the read call as an argument so that tests can make it fail.
+threads and os.preadv. Both take the call that reads as an argument, so that tests can make it fail,
+and both refuse to work in a child that was forked while they were open: it has none of the threads.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -14,8 +16,10 @@ import sys
 import threading
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
+
+from aegis.tiers.errors import ReadPoolError
 
 ReadCall = Callable[[int, list[memoryview], int], int]
 """(file descriptor, destinations, offset) -> bytes read, 0 at the end of the file, or OSError."""
@@ -93,12 +97,20 @@ class ReadPool(Protocol):
 def open_read_pool(threads: int, drop_cache: bool = False) -> ReadPool:
     """The C++ pool if it is built, else the Python one.
 
-    drop_cache: drop a read's pages from the page cache after it, for files read buffered."""
-    try:
+    drop_cache: drop a read's pages from the page cache after it, for files read buffered.
+    Raises ReadPoolError where the system gives no thread; a few less than asked for will do."""
+    make: Callable[[int, bool], ReadPool] = PythonReadPool
+    with contextlib.suppress(ImportError):
         from aegis.kernels.native._native import ReadPool as NativeReadPool
-    except ImportError:
-        return PythonReadPool(threads, drop_cache)
-    return NativeReadPool(threads, drop_cache)
+
+        make = NativeReadPool
+    try:
+        return make(threads, drop_cache)
+    except RuntimeError as error:
+        raise ReadPoolError(
+            f"no thread could be started for reading ({error}); end other processes or raise the "
+            "limit on them (ulimit -u)"
+        ) from None
 
 
 class PythonReadPool:
@@ -110,9 +122,10 @@ class PythonReadPool:
     def __init__(
         self, threads: int, drop_cache: bool = False, read: ReadCall | None = None
     ) -> None:
-        """read: what reads instead of os.preadv."""
+        """read: what reads instead of os.preadv. Raises RuntimeError where no thread starts."""
         if threads < 1:
             raise ValueError(f"a read pool of {threads} threads was asked for; use at least one")
+        self._process = os.getpid()
         self._read = read or _preadv
         self._drop_cache = drop_cache and hasattr(os, "posix_fadvise")
         self._lock = threading.Lock()
@@ -125,13 +138,29 @@ class PythonReadPool:
         self._closed = False
         self._read_nbytes = 0
         self._pending = 0
+        self._threads: list[threading.Thread] = []
+        self._start(threads)
         _switch_faster(+1)
-        self._threads = [
-            threading.Thread(target=self._serve, name=f"aegis-read-{i}", daemon=True)
-            for i in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+
+    def _start(self, threads: int) -> None:
+        """Where the system gives fewer threads, those must do."""
+        for index in range(threads):
+            name = f"aegis-read-{index}"
+            thread = threading.Thread(target=self._serve, name=name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                if not self._threads:
+                    raise
+                return
+            self._threads.append(thread)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        if os.getpid() != self._process:
+            raise RuntimeError("the read pool was opened by another process, which forked this one")
+        with self._lock:
+            yield
 
     def submit(
         self,
@@ -159,7 +188,7 @@ class PythonReadPool:
             raise ValueError(
                 f"{len(checksums)} checksums for {len(addresses)} pieces; give one for each"
             )
-        with self._lock:
+        with self._locked():
             if self._closed:
                 raise RuntimeError("the read pool is closed")
             ticket = self._next
@@ -174,7 +203,7 @@ class PythonReadPool:
 
     def promote(self, ticket: int) -> bool:
         """See ReadPool."""
-        with self._lock:
+        with self._locked():
             job = self._jobs.get(ticket)
             if job is None or job.started or job.demand:
                 return False
@@ -185,7 +214,7 @@ class PythonReadPool:
 
     def cancel(self, ticket: int) -> bool:
         """See ReadPool."""
-        with self._lock:
+        with self._locked():
             job = self._jobs.get(ticket)
             if job is None or job.started:
                 return False
@@ -195,7 +224,7 @@ class PythonReadPool:
 
     def done(self, ticket: int) -> bool:
         """See ReadPool."""
-        with self._lock:
+        with self._locked():
             return self._jobs[ticket].result is not None
 
     def wait(self, ticket: int) -> None:
@@ -204,7 +233,7 @@ class PythonReadPool:
 
     def wait_any(self, tickets: Sequence[int], block: bool = True) -> list[int]:
         """See ReadPool."""
-        with self._lock:
+        with self._locked():
             while True:
                 ended = [t for t in tickets if self._jobs[t].result is not None]
                 if ended or not block or not tickets:
@@ -213,13 +242,13 @@ class PythonReadPool:
 
     def damaged(self, ticket: int) -> list[int]:
         """See ReadPool."""
-        with self._lock:
+        with self._locked():
             self._result_of(ticket)
             return self._jobs[ticket].damaged
 
     def result(self, ticket: int) -> int:
         """See ReadPool."""
-        with self._lock:
+        with self._locked():
             result = self._result_of(ticket)
             del self._jobs[ticket]
             return result
@@ -241,7 +270,9 @@ class PythonReadPool:
         return self._pending
 
     def close(self) -> None:
-        """See ReadPool."""
+        """See ReadPool. A forked child leaves everything as it is."""
+        if os.getpid() != self._process:
+            return
         with self._lock:
             if self._closed:
                 return
@@ -272,7 +303,10 @@ class PythonReadPool:
 
     def _serve(self) -> None:
         while (job := self._take()) is not None:
-            result = self._perform(job)
+            try:
+                result = self._perform(job)
+            except MemoryError:
+                result = -errno.ENOMEM
             with self._lock:
                 job.result = result
                 self._read_nbytes += max(0, result)
@@ -299,7 +333,8 @@ class PythonReadPool:
                 break
             got += count
         if self._drop_cache:
-            os.posix_fadvise(job.fd, job.offset, total, os.POSIX_FADV_DONTNEED)
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(job.fd, job.offset, total, os.POSIX_FADV_DONTNEED)
         arrived = zip(views[: got // job.nbytes], job.checksums, strict=False)
         job.damaged = [
             index
