@@ -66,7 +66,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
     """Token ids of a prompt: text is taken as it is, messages through the chat template.
 
     Raises:
-        UsageError: the prompt mixes messages and token ids.
+        UsageError: the prompt mixes messages and token ids, or an id is no whole number.
     """
     if isinstance(prompt, str):
         return tokenizer.encode(prompt)
@@ -75,7 +75,9 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
         raise UsageError("the prompt mixes messages and token ids; give one or the other")
     if messages:
         return tokenizer.encode_chat(messages)
-    return [int(item) for item in prompt if not isinstance(item, dict)]
+    from aegis.engine.token_ids import whole
+
+    return [whole(item) for item in prompt]
 
 
 def stream_generate(

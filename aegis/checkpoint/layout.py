@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from aegis.checkpoint.config import ModelConfig
@@ -65,7 +65,7 @@ class EmbeddingRange:
 class StoreLayout:
     """Everything about the sizes of a store, known from headers before it is written."""
 
-    config: ModelConfig
+    config: ModelConfig = field(compare=False)
     layout: Layout
     resident: Mapping[str, ResidentTensor]
     """By store name, in file order."""

@@ -12,6 +12,7 @@ import numpy as np
 from aegis.engine.logits_room import LogitsRoom
 from aegis.engine.opening import Opened, open_model
 from aegis.engine.planning import settings_for
+from aegis.engine.token_ids import whole
 from aegis.errors import AegisError, UsageError
 from aegis.tiers.errors import TiersError
 
@@ -149,7 +150,7 @@ class Engine:
         """
         if len(ids) > 1 and self._cached == list(ids[:-1]):
             return self.feed_token(ids[-1])
-        self._check(ids)
+        ids = self._check(ids)
         start = len(ids) - self.uncached(ids)
         hidden = [chunk[-1:] for chunk, _ in self._hidden(ids, start)]
         return hidden[-1]
@@ -157,7 +158,7 @@ class Engine:
     def feed_token(self, token: int) -> Any:
         """Compute one more token behind everything cached; its hidden state [1, H]."""
         self._check_open()
-        self._check_token(token)
+        token = self._checked_token(token)
         if len(self._cached) >= self.context:
             raise UsageError(f"the context of {self.context} tokens is full; open a longer one")
         hidden = self._guarded(self._opened.forward.decode, token, len(self._cached))
@@ -175,8 +176,8 @@ class Engine:
         Raises:
             UsageError: the array, which is the caller's, does not fit what the plan leaves.
         """
-        self._check(ids)
-        rows = len(ids) if last is None else last
+        ids = self._check(ids)
+        rows = len(ids) if last is None else whole(last, "last")
         if not 1 <= rows <= len(ids):
             raise UsageError(f"last is {last}; with {len(ids)} tokens it can be 1 to {len(ids)}")
         out = self._room.array(rows, self._opened.request.shape.vocab_size)
@@ -189,7 +190,7 @@ class Engine:
 
     def nll(self, ids: Sequence[int]) -> NDArray[np.float32]:
         """-ln p(ids[t + 1] | ids[..t]) as float32 [len(ids) - 1]."""
-        self._check(ids)
+        ids = self._check(ids)
         out = np.empty(len(ids) - 1, np.float32)
         for hidden, start in self._hidden(ids, 0):
             for row, logits in self._logit_blocks(hidden, 0):
@@ -222,14 +223,14 @@ class Engine:
             if step.token is not None:
                 yield step.token
 
-    def _check(self, ids: Sequence[int]) -> None:
+    def _check(self, ids: Sequence[int]) -> list[int]:
+        """The ids as whole numbers that the vocabulary and the context have room for."""
         self._check_open()
         if not len(ids):
             raise UsageError("there are no tokens to compute; give at least one")
         if len(ids) > self.context:
             raise self.too_long(len(ids))
-        for token in ids:
-            self._check_token(token)
+        return [self._checked_token(token) for token in ids]
 
     def too_long(self, tokens: int, about: bool = False) -> UsageError:
         """What to tell someone whose prompt does not fit the context."""
@@ -245,10 +246,12 @@ class Engine:
         if self._closed:
             raise AegisError("the engine is closed; open it again")
 
-    def _check_token(self, token: int) -> None:
+    def _checked_token(self, token: int) -> int:
         vocab_size = self._opened.request.shape.vocab_size
-        if not 0 <= token < vocab_size:
-            raise UsageError(f"token id {token} is outside the vocabulary of {vocab_size}")
+        wanted = whole(token)
+        if not 0 <= wanted < vocab_size:
+            raise UsageError(f"token id {wanted} is outside the vocabulary of {vocab_size}")
+        return wanted
 
     def _hidden(self, ids: Sequence[int], start: int) -> Iterator[tuple[Any, int]]:
         """Compute ids[start:] in chunks; yields (hidden [T, H], absolute position of its first)."""

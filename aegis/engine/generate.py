@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from aegis.engine.token_ids import whole
 from aegis.errors import UsageError
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def stream(
     Raises:
         UsageError: the prompt is empty, longer than the context, or ``max_tokens`` is negative.
     """
+    max_tokens = whole(max_tokens, "max_tokens")
     if max_tokens < 0:
         raise UsageError(f"max_tokens is {max_tokens}; it cannot be negative")
     end_tokens = frozenset() if ignore_eos else engine.tokenizer.eos_token_ids

@@ -139,6 +139,8 @@ def open_model(
     # Before converting, which may take minutes: a damaged tokenizer is found in a moment.
     tokenizer = _load_tokenizer(folder)
     store = ensure_store(source, backend_layout(backend), progress)
+    if store.layout != request.layout:
+        raise StoreError(f"{store.path} holds another model than it is named for; remove it")
     warm_up()
     memory.trim()
     try:
