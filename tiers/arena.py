@@ -112,21 +112,40 @@ class Arena:
 
         The figure is a level, not a step: a smaller one than before changes nothing. Returns how
         much is released now. Contents there are lost; nobody may touch them until restored."""
-        begin = self.nbytes - min(max(nbytes, 0), self.nbytes)
-        begin = align_up(begin, HUGE_NBYTES if begin < self._huge_end else PAGE_NBYTES)
+        begin = self.range_from(self.nbytes - min(max(nbytes, 0), self.nbytes))
         end = self.nbytes - self.released_nbytes
         if begin < end:
-            advice = getattr(mmap, "MADV_FREE" if sys.platform == "darwin" else "MADV_DONTNEED")
-            self._map.madvise(advice, self._start + begin, end - begin)
+            self._discard(begin, end)
             self.released_nbytes = self.nbytes - begin
         return self.released_nbytes
 
-    def restore_tail(self) -> int:
-        """Take every released byte back (zeroed) and touch it; returns how many came."""
-        restored, begin = self.released_nbytes, self.nbytes - self.released_nbytes
-        self._touch(begin, self.nbytes)
-        self.released_nbytes = 0
-        return restored
+    def restore_tail(self, nbytes: int = 0) -> int:
+        """Take released bytes back (zeroed) and touch them until at most ``nbytes`` are released.
+
+        Returns how many came; raises ArenaError, with nothing changed, where there is no memory."""
+        begin = self.nbytes - self.released_nbytes
+        end = max(begin, self.range_from(self.nbytes - min(max(nbytes, 0), self.nbytes)))
+        try:
+            self._touch(begin, end)
+        except ArenaError:
+            self._discard(begin, end)
+            raise
+        self.released_nbytes = self.nbytes - end
+        return end - begin
+
+    def _discard(self, begin: int, end: int) -> None:
+        advice = getattr(mmap, "MADV_FREE" if sys.platform == "darwin" else "MADV_DONTNEED")
+        self._map.madvise(advice, self._start + begin, end - begin)
+
+    def range_from(self, offset: int) -> int:
+        """Where the first range begins that lies wholly behind ``offset``: what can be given back
+        alone is 2 MiB, or a page in the part at the end that does not fill them."""
+        return align_up(offset, HUGE_NBYTES if offset < self._huge_end else PAGE_NBYTES)
+
+    def range_of(self, offset: int) -> int:
+        """Where the range begins that ``offset`` lies in."""
+        size = HUGE_NBYTES if offset < self._huge_end else PAGE_NBYTES
+        return offset // size * size
 
     def huge_nbytes(self) -> int | None:
         """How much of the arena lies in huge pages now; None where the system does not say."""

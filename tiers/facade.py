@@ -217,11 +217,38 @@ class ExpertTiers:
 
     def restore_slots(self) -> int:
         """Take every released slot back; returns how many came."""
-        restored = self.slots.grow(self.slots.num_slots - self.slots.capacity)
-        self._resize()
+        return self._grow(self.slots.num_slots - self.slots.capacity)
+
+    def release_nbytes(self, nbytes: int) -> int:
+        """Give ``nbytes`` of memory back, in whole 2 MiB ranges from the arena's end.
+
+        Returns how many bytes went: more or fewer, as ranges and the slots that must stay allow.
+        Asking for what cannot be had costs nothing and disturbs no read."""
+        before = self._given_back()
+        if count := self.slots.slots_in(nbytes, self._num_experts_per_tok):
+            self.release_slots(count)
+        return self._given_back() - before
+
+    def retake_nbytes(self, nbytes: int) -> int:
+        """Take up to ``nbytes`` of what was given back; returns how many bytes came.
+
+        Raises ArenaError, with everything as before, where the system has no memory."""
+        before = self._given_back()
+        self._grow(self.slots.slots_for(nbytes))
+        return before - self._given_back()
+
+    def _grow(self, count: int) -> int:
+        restored = self.slots.grow(count)
+        if restored:
+            self._resize()
         return restored
 
+    def _given_back(self) -> int:
+        arena = self.slots.arena
+        return 0 if arena is None else arena.released_nbytes
+
     def _resize(self) -> None:
+        self.stats.given_back.note(self.slots.num_slots - self.slots.capacity, self._given_back())
         if self._prefilling:
             self._hot.reserve = self._staging.size
             self._hot.make_room()

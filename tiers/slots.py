@@ -181,12 +181,49 @@ class SlotPool:
                 self._vacate(slot)
             self.free.remove(slot)
             self.capacity = slot
-        if self.arena is not None:
-            begin = self.base - self.arena.base
-            # With another region behind the slots there is nothing to give back.
-            if self.arena.used_nbytes == begin + self.num_slots * self.stride:
-                self.arena.release_tail(self.arena.nbytes - begin - self.capacity * self.stride)
+        if self._at_end is not None:
+            self._at_end.release_tail(self._behind(self.capacity))
         return before - self.capacity
+
+    @property
+    def _at_end(self) -> Arena | None:
+        """The arena, if nothing lies behind the slots: only then can memory be given back."""
+        arena = self.arena
+        if arena is None:
+            return None
+        end = self.base - arena.base + self.num_slots * self.stride
+        return arena if arena.used_nbytes == end else None
+
+    def _behind(self, count: int) -> int:
+        """Bytes of the arena behind the first ``count`` slots."""
+        assert self.arena is not None
+        return self.arena.nbytes - (self.base - self.arena.base) - count * self.stride
+
+    def slots_in(self, nbytes: int, least: int) -> int:
+        """How many slots must go so that ``nbytes`` more of memory are given back.
+
+        Only whole ranges go: fewer than asked for where ``least`` slots must stay, and 0 where
+        that leaves no range."""
+        arena = self._at_end
+        if arena is None or least >= self.capacity or nbytes <= 0:
+            return 0
+        end = arena.nbytes - max(arena.released_nbytes, self._behind(self.capacity))
+        first = arena.range_from(arena.nbytes - self._behind(least))
+        begin = max(arena.range_of(max(end - nbytes, 0)), first)
+        return 0 if begin >= end else self.capacity - self._before(begin)
+
+    def _before(self, offset: int) -> int:
+        """How many slots lie wholly before an offset into the arena."""
+        assert self.arena is not None
+        return max(0, offset - (self.base - self.arena.base)) // self.stride
+
+    def slots_for(self, nbytes: int) -> int:
+        """How many given-back slots fit when up to ``nbytes`` of memory are taken back."""
+        arena, gone = self._at_end, self.num_slots - self.capacity
+        if arena is None or arena.released_nbytes <= nbytes:
+            return gone
+        end = arena.range_of(arena.nbytes - arena.released_nbytes + max(nbytes, 0))
+        return max(0, self._before(end) - self.capacity)
 
     def _vacate(self, slot: int) -> None:
         target = self._target_below(slot)
@@ -222,8 +259,11 @@ class SlotPool:
     def grow(self, count: int) -> int:
         """Take up to ``count`` given-back slots into use again; returns how many came."""
         count = min(count, self.num_slots - self.capacity)
-        if count and self.arena is not None:
-            self.arena.restore_tail()
+        if count <= 0:
+            return 0
+        if self._at_end is not None:
+            full = self.capacity + count == self.num_slots
+            self._at_end.restore_tail(0 if full else self._behind(self.capacity + count))
         self.free[:0] = range(self.capacity + count - 1, self.capacity - 1, -1)
         self.capacity += count
         return count

@@ -51,10 +51,31 @@ class Counters:
         return asdict(self) | {"choices": self.choices, "hit_rate": self.hit_rate}
 
 
+@dataclass(slots=True)
+class GivenBack:
+    """What the slots gave back to the system to stay inside the cap."""
+
+    slots: int = 0
+    """Slots that are missing now."""
+    nbytes: int = 0
+    """Memory that is given back now, in whole 2 MiB ranges."""
+    most_nbytes: int = 0
+    """The most that was given back at any time."""
+    times: int = 0
+    """How often memory was given back; it may have been taken again in between."""
+
+    def note(self, slots: int, nbytes: int) -> None:
+        """So many slots are missing and so many bytes given back from now on."""
+        self.times += nbytes > self.nbytes
+        self.slots, self.nbytes = slots, nbytes
+        self.most_nbytes = max(self.most_nbytes, nbytes)
+
+
 class TierStats:
-    """Counters per MoE layer for decode and for prefill."""
+    """Counters per MoE layer for decode and for prefill, and what was given back."""
 
     def __init__(self, num_layers: int) -> None:
+        self.given_back = GivenBack()
         self.decode = [Counters() for _ in range(num_layers)]
         self.prefill = [Counters() for _ in range(num_layers)]
 
@@ -83,13 +104,16 @@ class TierStats:
         """Start counting from zero; reads in flight count when they end."""
         for counters in (self.decode, self.prefill):
             counters[:] = [Counters() for _ in counters]
+        now = self.given_back
+        self.given_back = GivenBack(now.slots, now.nbytes, now.nbytes)
 
     def as_dict(self) -> dict[str, Any]:
-        """Totals and layers of both phases, for JSON."""
-        return {
+        """Totals and layers of both phases and what was given back, for JSON."""
+        phases = {
             name: {
                 "total": self.totals(name).as_dict(),
                 "layers": [counters.as_dict() for counters in getattr(self, name)],
             }
             for name in ("decode", "prefill")
         }
+        return phases | {"given_back": asdict(self.given_back)}

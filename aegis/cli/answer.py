@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -165,4 +165,5 @@ def answer_json(engine: Engine, answer: Answer) -> dict[str, Any]:
         "read_nbytes": total.read_nbytes,
         "read_nbytes_per_token": stats.totals("decode").read_nbytes / max(1, generated - 1),
         "wait_s": total.wait_s,
+        "given_back": asdict(stats.given_back),
     }

@@ -71,6 +71,8 @@ def figures(result: Mapping[str, Any], cached_tokens: int = 0) -> str:
         f"waited {result['wait_s']:.2f} s",
         f"peak {format_size(result['peak_nbytes'])} of {format_size(cap)}",
     ]
+    if given := result["given_back"]["most_nbytes"]:
+        parts.append(f"{format_size(given)} of slots given back to stay inside")
     return " · ".join(parts)
 
 

@@ -255,7 +255,7 @@ class Engine:
 
     def _hidden(self, ids: Sequence[int], start: int) -> Iterator[tuple[Any, int]]:
         """Compute ids[start:] in chunks; yields (hidden [T, H], absolute position of its first)."""
-        self._room.take_back()
+        self._guarded(self._begin_prompt)
         del self._cached[start:]
         step, tiers = self.plan.prefill_step, self._opened.tiers
         if len(ids) - start == 1:
@@ -270,6 +270,10 @@ class Engine:
                 yield hidden, begin
         finally:
             tiers.end_prefill()
+
+    def _begin_prompt(self) -> None:
+        self._opened.governor.read_limits()
+        self._room.take_back()
 
     def _guarded(self, compute: Callable[..., Any], *args: Any) -> Any:
         """Run a pass; a failed one leaves the cache as it was before."""

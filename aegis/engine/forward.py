@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -30,14 +30,18 @@ class Embed(Protocol):
 class Forward:
     """Runs a decoder over expert tiers."""
 
-    def __init__(self, decoder: Decoder, tiers: ExpertTiers, embed: Embed) -> None:
-        self._decoder, self._tiers, self._embed = decoder, tiers, embed
+    def __init__(
+        self, decoder: Decoder, tiers: ExpertTiers, embed: Embed, watch: Callable[[], None]
+    ) -> None:
+        """watch: called before every layer, while no slot is in use."""
+        self._decoder, self._tiers, self._embed, self._watch = decoder, tiers, embed, watch
 
     def decode(self, token: int, position: int) -> Array:
         """One token at ``position`` to its last hidden state [1, H]."""
         x = self._embed(np.array([token], np.int32))
         candidates = self._tiers.candidates
         for layer in self._decoder.layers:
+            self._watch()
             x = layer.attention(x, layer.cache, position)
             routing = layer.router(x, candidates)
             x = self._decode_experts(layer, x, routing)
@@ -71,6 +75,7 @@ class Forward:
         x = self._embed(np.asarray(ids, np.int32))
         candidates = self._tiers.candidates
         for layer in self._decoder.layers:
+            self._watch()
             x = layer.attention(x, layer.cache, start)
             routing = layer.router(x, candidates)
             experts, rows = np.unique(routing.experts, return_counts=True)

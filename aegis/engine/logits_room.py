@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
     from aegis.engine.opening import Opened
 
-_HUGE_NBYTES = 2 << 20
-
 
 class LogitsRoom:
     """Hands out logits arrays; slots released for one come back when the caller has dropped it."""
 
     def __init__(self, opened: Opened) -> None:
         self._opened = opened
+        self._released_nbytes = 0
+        """What slots gave for the arrays that are out; the governor's part is not ours."""
         self._handed: list[weakref.ref[NDArray[np.float32]]] = []
 
     def array(self, rows: int, vocab_size: int) -> NDArray[np.float32]:
@@ -36,7 +36,7 @@ class LogitsRoom:
         needed = rows * vocab_size * 4
         short = needed + sum(array.nbytes for array in held) - self._room()
         if short > 0:
-            self._release(short)
+            self._released_nbytes += self._opened.tiers.release_nbytes(short)
             short = needed + sum(array.nbytes for array in held) - self._room()
         if short > 0:
             self.take_back()
@@ -50,20 +50,14 @@ class LogitsRoom:
         return array
 
     def take_back(self) -> None:
-        """Give the hot tier its slots again once every array is gone."""
+        """Give the hot tier its slots again once every array is gone, if memory allows."""
         self._handed = [ref for ref in self._handed if ref() is not None]
-        slots = self._opened.tiers.slots
-        # Fewer slots may be in use with nothing released: only whole 2 MiB ranges go back.
-        if not self._handed and slots.capacity < slots.num_slots:
-            self._opened.tiers.restore_slots()
+        if not self._handed:
+            self._released_nbytes = 0
+            self._opened.governor.retake()
 
     def _room(self) -> int:
         """What the plan leaves, a part of the reserve, and what slots have been released."""
         plan = self._opened.plan
         reserve = dict(plan.items)["runtime_reserve"] // 4
-        return plan.unused_nbytes + reserve + self._opened.arena.released_nbytes
-
-    def _release(self, nbytes: int) -> None:
-        # Only whole 2 MiB ranges go back, so one more range than the bytes alone would take.
-        slots = -(-(nbytes + _HUGE_NBYTES) // self._opened.plan.slot_nbytes)
-        self._opened.tiers.release_slots(slots)
+        return plan.unused_nbytes + reserve + self._released_nbytes

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from aegis.engine import memory
 from aegis.engine.embedding import DiskEmbedding
 from aegis.engine.forward import Forward
+from aegis.engine.governor import Governor, ProcessGauge
 from aegis.engine.planning import (
     Request,
     backend_layout,
@@ -76,8 +77,11 @@ class Opened:
         return self._forward
 
     def __post_init__(self) -> None:
+        planned = dict(self.plan.items)["runtime"]
+        process = ProcessGauge(self.plan.cap_nbytes, self.arena, (planned, self.runtime_nbytes))
+        self.governor = Governor(self.tiers, process)
         embed = self.disk_embedding or self.decoder.embedding
-        self._forward = Forward(self.decoder, self.tiers, embed)
+        self._forward = Forward(self.decoder, self.tiers, embed, self.governor.watch)
 
     def describe(self) -> str:
         """Backend, reads and pages in one line."""
@@ -92,6 +96,7 @@ class Opened:
         """Planned against measured."""
         measured = {"runtime": self.runtime_nbytes}
         measured.update({name: size for name, (_, size) in self.arena.regions().items() if size})
+        measured["slots"] -= min(measured["slots"], self.arena.released_nbytes)
         return make_ledger(
             self.plan.items,
             measured,
@@ -106,6 +111,7 @@ class Opened:
 
     def close(self) -> None:
         """Stop threads, close files, give the memory back."""
+        self.governor.close()
         self.tiers.close()
         self.files.close()
         if self.disk_embedding is not None:

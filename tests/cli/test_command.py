@@ -113,6 +113,7 @@ def test_json_is_one_object_with_every_figure(aegis: Aegis, small_model: str) ->
         *("schema_version", "model", "backend", "plan", "prompt_tokens", "generation_tokens"),
         *("token_ids", "text", "finish_reason", "prompt_tps", "generation_tps", "ttft_s"),
         *("peak_nbytes", "hit_rate", "read_nbytes", "read_nbytes_per_token", "wait_s"),
+        "given_back",
     }
     assert result["generation_tokens"] == len(result["token_ids"]) == 6
     assert (result["backend"], result["finish_reason"]) == ("reference", "length")

@@ -19,12 +19,19 @@ RESULT = {
     "read_nbytes_per_token": 1024.0,
     "wait_s": 0.0,
     "peak_nbytes": 1 << 30,
+    "given_back": {"slots": 0, "nbytes": 0, "most_nbytes": 0, "times": 0},
 }
 
 
 def test_figures_tell_cached_prompt_tokens_from_computed_ones() -> None:
     assert "40 prompt tokens, 20.0 tok/s" in figures(RESULT)
     assert "40 prompt tokens (30 cached), 20.0 tok/s" in figures(RESULT, 30)
+
+
+def test_figures_say_what_was_given_back() -> None:
+    assert "given back" not in figures(RESULT)
+    given = {"slots": 0, "nbytes": 0, "most_nbytes": 6 << 20, "times": 2}
+    assert "6 MiB of slots given back" in figures(RESULT | {"given_back": given})
 
 
 def test_a_peak_above_the_cap_is_an_error_with_its_own_exit_code() -> None:

@@ -1,0 +1,253 @@
+"""Watches what the process takes while it runs; near the cap the hot tier gives memory back.
+
+Two things can run out: the cap, measured against the resident size of this process, and the limit
+of a container around it, measured against what the kernel charges the container for. Both are
+looked at between layers, where no slot is pinned, a few hundred times a second at most. Resident
+size comes from /proc/self/statm: 1.4 us, where smaps_rollup walks every page and takes 0.1 to 3 ms.
+What was given back is taken again at the beginning of a later prompt, when there is room to spare.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from aegis import heap
+from aegis.engine import memory
+from aegis.engine.limits import MemoryGroup, MemoryLimits, memory_limits
+from aegis.errors import CapExceededError
+from aegis.planner import format_size
+from aegis.settings import MIB
+from aegis.tiers.errors import ArenaError
+
+if TYPE_CHECKING:
+    from aegis.tiers.arena import Arena
+    from aegis.tiers.facade import ExpertTiers
+
+NEAR_NBYTES = 4 * MIB
+"""Memory is given back until so much is free: what may come between two looks."""
+SPARE_NBYTES = 2 * NEAR_NBYTES
+"""What stays free when memory is taken again, so that it is not given back at once."""
+FULL_NBYTES = 1 * MIB
+"""A container's last bytes, which the kernel needs to say no without killing."""
+
+LOOK_S = 0.005
+_LONGEST_S = 0.05
+_SHARE = 100
+"""Looking takes at most one part in this many of the time."""
+_TRIM_S = 0.05
+_LIMITS_S = 1.0
+"""Reading all limits anew takes about a millisecond."""
+
+_STATM = Path("/proc/self/statm")
+_PAGE_NBYTES = os.sysconf("SC_PAGE_SIZE")
+_STAT_NBYTES = 16 << 10
+
+
+class Gauge(Protocol):
+    """Something that can run out."""
+
+    def room(self) -> int:
+        """Bytes until it is used up; negative beyond."""
+
+    def exceeded(self) -> str:
+        """What is wrong, for a sentence."""
+
+    def close(self) -> None:
+        """Close files."""
+
+
+class ProcessGauge:
+    """The cap against this process's resident size."""
+
+    _all: ClassVar[list[ProcessGauge]] = []
+    """Those of every engine that is open in this process: together they may take the sum."""
+
+    def __init__(self, cap_nbytes: int, arena: Arena, runtime: tuple[int, int] = (0, 0)) -> None:
+        """runtime: its figure in the plan, and what was measured before the arena was made. What
+        the caller's own program held by then is not the engine's, so it does not count."""
+        planned, measured = runtime
+        self._cap_nbytes, self._arena = cap_nbytes, arena
+        held = sum(gauge._arena.nbytes - gauge._arena.released_nbytes for gauge in self._all)
+        self._before_nbytes = max(0, measured - held - planned)
+        self._fd = _open(_STATM)
+        self._all.append(self)
+
+    @property
+    def allowed_nbytes(self) -> int:
+        """How large this process may be."""
+        return self._before_nbytes + sum(gauge._cap_nbytes for gauge in self._all)
+
+    def taken(self) -> int:
+        """Resident size of this process."""
+        if self._fd is None:
+            return memory.resident_nbytes()
+        return int(os.pread(self._fd, 64, 0).split(b" ", 2)[1]) * _PAGE_NBYTES
+
+    def room(self) -> int:
+        """Bytes until the cap."""
+        return self.allowed_nbytes - self.taken()
+
+    def exceeded(self) -> str:
+        """The process against its cap."""
+        others = self.allowed_nbytes - self._cap_nbytes
+        besides = f" and the {format_size(others)} that are not this model's" if others else ""
+        return (
+            f"the process takes {format_size(self.taken())}, above the cap of"
+            f" {format_size(self._cap_nbytes)}{besides}, and the hot tier has nothing left to give"
+            " back; use a larger cap or hold less beside the model"
+        )
+
+    def close(self) -> None:
+        """No longer part of the sum."""
+        self._all.remove(self)
+        _close(self._fd)
+
+
+class GroupGauge:
+    """A container's limit against what it is charged for, less the page cache it can drop."""
+
+    def __init__(self, group: MemoryGroup) -> None:
+        self._group = group
+        self._usage = os.open(group.usage_path, os.O_RDONLY | os.O_CLOEXEC)
+        self._stat = _open(group.folder / "memory.stat")
+
+    def taken(self) -> int:
+        """Bytes charged now."""
+        return int(os.pread(self._usage, 64, 0))
+
+    def room(self) -> int:
+        """Bytes until the limit. Page cache only counts where it makes a difference: telling it
+        apart takes several times as long."""
+        room = self._group.limit - FULL_NBYTES - self.taken()
+        return room if room >= NEAR_NBYTES else room + self._droppable()
+
+    def _droppable(self) -> int:
+        """Page cache that no process maps: the kernel drops it before it refuses memory."""
+        if self._stat is None:
+            return 0
+        lines = os.pread(self._stat, _STAT_NBYTES, 0).splitlines()
+        stat = {name: int(value) for name, _, value in (line.partition(b" ") for line in lines)}
+        prefix, cache, mapped = (b"total_", b"cache", b"mapped_file")
+        if self._group.version == 2:
+            prefix, cache, mapped = (b"", b"file", b"file_mapped")
+        cached, used, shared = (stat.get(prefix + n, 0) for n in (cache, mapped, b"shmem"))
+        return max(0, cached - used - shared)
+
+    def exceeded(self) -> str:
+        """The container against its limit."""
+        return (
+            f"this container's memory is used up: {format_size(self.taken())} of the"
+            f" {format_size(self._group.limit)} that {self._group.source} allows, and the hot tier"
+            " has nothing left to give back; raise that limit or run less in the container"
+        )
+
+    def close(self) -> None:
+        """Close both files."""
+        os.close(self._usage)
+        _close(self._stat)
+
+
+def group_gauges(groups: Sequence[MemoryGroup]) -> list[Gauge]:
+    """One for every limited container whose usage can be read."""
+    return [GroupGauge(group) for group in groups if os.access(group.usage_path, os.R_OK)]
+
+
+class Governor:
+    """Asks the gauges now and then and acts: gives slots back, or stops with CapExceededError."""
+
+    def __init__(
+        self,
+        tiers: ExpertTiers,
+        process: Gauge,
+        limits: Callable[[], MemoryLimits] = memory_limits,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self._tiers, self._process, self._limits, self._clock = tiers, process, limits, clock
+        self._limited: list[tuple[Path, int]] = []
+        self._gauges: list[Gauge] = [process]
+        self._due = self._trim_due = self._limits_due = 0.0
+        self._room: int | None = None
+        self.read_limits()
+
+    def read_limits(self) -> None:
+        """Look for limited containers anew, once a second at most: they change while we run."""
+        now = self._clock()
+        if now < self._limits_due:
+            return
+        self._limits_due = now + _LIMITS_S
+        groups = self._limits().groups
+        limited = [(group.source, group.limit) for group in groups]
+        if limited != self._limited:
+            for gauge in self._gauges[1:]:
+                gauge.close()
+            self._limited = limited
+            self._gauges = [self._process, *group_gauges(groups)]
+
+    def watch(self) -> None:
+        """Called between layers: mostly a comparison with the clock.
+
+        Raises:
+            CapExceededError: even without the hot tier more is taken than allowed.
+        """
+        if self._clock() >= self._due:
+            self.look()
+
+    def look(self) -> None:
+        """Ask the gauges now; see ``watch``."""
+        begun = self._clock()
+        room = self.room()
+        now = self._clock()
+        self._due = now + min(max(LOOK_S, _SHARE * (now - begun)), _LONGEST_S)
+        if room < NEAR_NBYTES:
+            room = self._give_back(room)
+        self._room = room
+
+    def room(self) -> int:
+        """Bytes until the first of cap and limits is reached; negative beyond."""
+        return min([gauge.room() for gauge in self._gauges])
+
+    def _give_back(self, room: int) -> int:
+        """Make room again, and for as much growth as came since the last look."""
+        grown = max(0, self._room - room) if self._room is not None else 0
+        if self._clock() >= self._trim_due:
+            heap.trim()
+            self._trim_due = self._clock() + _TRIM_S
+            room = self.room()
+        if self._tiers.release_nbytes(NEAR_NBYTES - room + grown):
+            room = self.room()
+        if room < 0:
+            self._due = 0.0
+            raise CapExceededError(min(self._gauges, key=lambda gauge: gauge.room()).exceeded())
+        return room
+
+    def retake(self) -> None:
+        """Take again what was given back, as far as there is room to spare."""
+        slots = self._tiers.slots
+        if slots.capacity == slots.num_slots:
+            return
+        heap.trim()
+        # Where another process is quicker there is no memory, and everything stays as it was.
+        with contextlib.suppress(ArenaError):
+            self._tiers.retake_nbytes(max(0, self.room() - SPARE_NBYTES))
+
+    def close(self) -> None:
+        """Close the gauges' files."""
+        for gauge in self._gauges:
+            gauge.close()
+
+
+def _open(path: Path) -> int | None:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+
+
+def _close(fd: int | None) -> None:
+    if fd is not None:
+        os.close(fd)

@@ -1,0 +1,414 @@
+"""Near the cap the hot tier gives memory back, past it the run stops, and no token changes."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_tools import difference, result_of
+from small_model import CONTEXT, IDS, SMALL, needs_native, open_small
+
+from aegis import Engine
+from aegis.checkpoint.store import Store
+from aegis.engine import governor as module
+from aegis.engine.governor import (
+    FULL_NBYTES,
+    LOOK_S,
+    NEAR_NBYTES,
+    SPARE_NBYTES,
+    Governor,
+    GroupGauge,
+    ProcessGauge,
+)
+from aegis.engine.limits import MemoryGroup, MemoryLimits
+from aegis.errors import CapExceededError
+from aegis.tiers import Arena, ArenaError, SlotPool
+
+MIB = 1 << 20
+STRIDE = 256 << 10
+NUM_SLOTS = 80
+
+pytestmark = pytest.mark.usefixtures("quick_open")
+
+
+class FakeGauge:
+    """As much room as it is told, plus what the arena has given back."""
+
+    def __init__(self, arena: Arena, room: int) -> None:
+        self.arena, self.base, self.asked, self.closed = arena, room, 0, False
+
+    def room(self) -> int:
+        """Bytes until it is used up."""
+        self.asked += 1
+        return self.base + self.arena.released_nbytes
+
+    def exceeded(self) -> str:
+        """What is wrong."""
+        return "too much"
+
+    def close(self) -> None:
+        """Noted."""
+        self.closed = True
+
+
+class FakeTiers:
+    """Only slots, at the end of an arena."""
+
+    least = 4
+
+    def __init__(self) -> None:
+        self.arena = Arena(21 * MIB + 8192)
+        self.arena.take("weights", MIB)
+        self.slots = SlotPool.in_arena(self.arena, NUM_SLOTS, STRIDE)
+
+    def release_nbytes(self, nbytes: int) -> int:
+        """As the real ones."""
+        before = self.arena.released_nbytes
+        if count := self.slots.slots_in(nbytes, self.least):
+            self.slots.shrink(count)
+        return self.arena.released_nbytes - before
+
+    def retake_nbytes(self, nbytes: int) -> int:
+        """As the real ones."""
+        before = self.arena.released_nbytes
+        self.slots.grow(self.slots.slots_for(nbytes))
+        return before - self.arena.released_nbytes
+
+
+class Clock:
+    """Time that moves when told."""
+
+    now = 1.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+NO_LIMITS: Callable[[], MemoryLimits] = lambda: MemoryLimits(None, None, None)  # noqa: E731
+
+
+class Scene:
+    """A governor over fakes."""
+
+    def __init__(self, room: int) -> None:
+        self.tiers, self.clock = FakeTiers(), Clock()
+        self.gauge = FakeGauge(self.tiers.arena, room)
+        tiers: Any = self.tiers
+        self.governor = Governor(tiers, self.gauge, NO_LIMITS, self.clock)
+
+    @property
+    def given(self) -> int:
+        """Bytes that the arena has given back."""
+        return self.tiers.arena.released_nbytes
+
+    def look(self, room: int) -> None:
+        """Look when so much room is left beside what is given back."""
+        self.gauge.base = room
+        self.governor.look()
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    """Plenty of room."""
+    scene = Scene(100 * MIB)
+    yield scene
+    scene.tiers.arena.close()
+
+
+def test_with_room_nothing_is_given_back(scene: Scene) -> None:
+    scene.look(NEAR_NBYTES)
+    assert (scene.given, scene.tiers.slots.capacity) == (0, NUM_SLOTS)
+
+
+@pytest.mark.parametrize("short", [1, MIB, 2 * MIB, 5 * MIB])
+def test_near_the_cap_whole_ranges_go_until_there_is_room_again(scene: Scene, short: int) -> None:
+    scene.look(NEAR_NBYTES - short)
+    assert scene.governor.room() >= NEAR_NBYTES
+    assert short <= scene.given < short + 2 * MIB
+    begin = scene.tiers.arena.nbytes - scene.given
+    # The small pages at the very end may suffice alone.
+    assert begin % (2 * MIB) == 0 or begin > 20 * MIB
+
+
+def test_fast_growth_gets_as_much_room_again(scene: Scene) -> None:
+    scene.look(NEAR_NBYTES + 3 * MIB)
+    scene.look(NEAR_NBYTES - MIB)
+    assert scene.given >= (1 + 4) * MIB
+
+
+def test_the_slots_that_a_token_needs_stay(scene: Scene) -> None:
+    scene.look(-10 * MIB)
+    before = scene.tiers.slots.capacity
+    with pytest.raises(CapExceededError, match="too much") as told:
+        scene.look(-100 * MIB)
+    assert told.value.exit_code == 4
+    assert FakeTiers.least <= scene.tiers.slots.capacity <= before
+    with pytest.raises(CapExceededError):
+        scene.governor.watch()
+    scene.look(0)
+    scene.governor.watch()
+
+
+def test_close_to_the_cap_with_nothing_left_it_goes_on(scene: Scene) -> None:
+    scene.tiers.least = NUM_SLOTS
+    scene.look(1)
+    assert scene.given == 0
+
+
+def test_what_was_given_back_is_taken_again_only_with_room_to_spare(scene: Scene) -> None:
+    scene.look(-8 * MIB)
+    given = scene.given
+    for room in (NEAR_NBYTES, SPARE_NBYTES):
+        scene.gauge.base = room - given
+        scene.governor.retake()
+        assert scene.given == given
+    scene.gauge.base = SPARE_NBYTES + 5 * MIB - given
+    scene.governor.retake()
+    assert given - 5 * MIB <= scene.given <= given - 2 * MIB
+    scene.governor.look()
+    assert scene.given <= given - 2 * MIB
+    scene.gauge.base = 100 * MIB
+    scene.governor.retake()
+    assert (scene.given, scene.tiers.slots.capacity) == (0, NUM_SLOTS)
+    scene.governor.retake()
+
+
+def test_memory_that_is_gone_when_it_should_be_taken_again_is_no_error(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene.look(-8 * MIB)
+    given = scene.given
+
+    def refuse(*args: int) -> None:
+        raise ArenaError("the system has no memory")
+
+    monkeypatch.setattr(scene.tiers.arena, "_touch", refuse)
+    scene.gauge.base = 100 * MIB
+    scene.governor.retake()
+    assert scene.given == given
+    assert scene.tiers.slots.capacity < NUM_SLOTS
+
+
+def test_between_two_looks_only_the_clock_is_read(scene: Scene) -> None:
+    for _ in range(10):
+        scene.governor.watch()
+    assert scene.gauge.asked == 1
+    scene.clock.now += LOOK_S
+    scene.governor.watch()
+    assert scene.gauge.asked == 2
+
+
+def test_a_gauge_that_is_slow_is_asked_less_often(scene: Scene) -> None:
+    slow = scene.gauge.room
+
+    def room() -> int:
+        scene.clock.now += 0.0003
+        return slow()
+
+    scene.gauge.room = room  # type: ignore[method-assign]
+    for _ in range(100):
+        scene.governor.watch()
+        scene.clock.now += LOOK_S
+    assert 10 < scene.gauge.asked < 20
+
+
+class TestGauges:
+    """What the gauges read."""
+
+    @pytest.fixture
+    def arena(self) -> Iterator[Arena]:
+        """A small one."""
+        arena = Arena(4 * MIB)
+        yield arena
+        arena.close()
+
+    def test_the_caps_of_all_engines_in_the_process_add_up(self, arena: Arena) -> None:
+        alone = ProcessGauge(10 * MIB, arena)
+        before = alone.allowed_nbytes
+        # 50 MiB measured with 5 planned, 4 of which are the other engine's arena.
+        second = ProcessGauge(20 * MIB, arena, (5 * MIB, 50 * MIB))
+        assert alone.allowed_nbytes == before + 20 * MIB
+        assert second.allowed_nbytes == before + 20 * MIB + 41 * MIB
+        assert "not this model's" in second.exceeded()
+        alone.close()
+        assert second.allowed_nbytes == before + 20 * MIB + 41 * MIB - 10 * MIB
+        second.close()
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+    def test_the_resident_size_is_the_kernels(
+        self, arena: Arena, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from aegis.engine.memory import resident_nbytes
+
+        gauge = ProcessGauge(MIB, arena)
+        assert abs(gauge.taken() - resident_nbytes()) < MIB
+        assert gauge.room() < 0
+        assert "above the cap of 1 MiB" in gauge.exceeded()
+        gauge.close()
+        monkeypatch.setattr(module, "_STATM", Path("/nowhere"))
+        gauge = ProcessGauge(MIB, arena)
+        assert abs(gauge.taken() - resident_nbytes()) < MIB
+        gauge.close()
+
+    @pytest.mark.parametrize("version", [1, 2])
+    def test_page_cache_that_can_be_dropped_leaves_room(self, tmp_path: Path, version: int) -> None:
+        names = {1: ("usage_in_bytes", "limit_in_bytes"), 2: ("current", "max")}[version]
+        stat = {
+            1: "cache 1\ntotal_cache {}\ntotal_mapped_file {}\ntotal_shmem {}\n",
+            2: "anon 1\nfile {}\nfile_mapped {}\nshmem {}\n",
+        }[version]
+        usage, source = (tmp_path / f"memory.{name}" for name in names)
+        usage.write_text(f"{95 * MIB}\n")
+        group = MemoryGroup(version, source, 100 * MIB, 95 * MIB, 0)
+        without = GroupGauge(group)
+        assert without.room() == 5 * MIB - FULL_NBYTES
+        without.close()
+        (tmp_path / "memory.stat").write_text(stat.format(30 * MIB, 10 * MIB, 5 * MIB))
+        gauge = GroupGauge(group)
+        assert gauge.room() == 5 * MIB - FULL_NBYTES
+        usage.write_text(f"{99 * MIB}\n")
+        assert gauge.room() == MIB - FULL_NBYTES + 15 * MIB
+        told = gauge.exceeded()
+        assert "99 MiB of the 100 MiB" in told
+        assert str(source) in told
+        gauge.close()
+
+
+def limits_of(folder: Path, limit: int, usage: int) -> MemoryLimits:
+    """One version 2 group."""
+    folder.mkdir(exist_ok=True)
+    (folder / "memory.current").write_text(str(usage))
+    group = MemoryGroup(2, folder / "memory.max", limit, usage, 0)
+    return MemoryLimits(None, None, None, (group,))
+
+
+def test_a_limit_that_appears_or_changes_while_running_counts_from_the_next_prompt(
+    scene: Scene, tmp_path: Path
+) -> None:
+    found = [MemoryLimits(None, None, None)]
+    scene.governor._limits = lambda: found[0]
+    for limit in (100 * MIB, 50 * MIB, 20 * MIB):
+        found[0] = limits_of(tmp_path / "box", limit, 10 * MIB)
+        scene.governor.read_limits()
+        scene.clock.now += 60
+        scene.governor.read_limits()
+        assert scene.governor.room() == min(100 * MIB, limit - 10 * MIB - FULL_NBYTES)
+    found[0] = MemoryLimits(None, None, None)
+    scene.clock.now += 60
+    scene.governor.read_limits()
+    assert scene.governor.room() == 100 * MIB
+
+
+def test_a_group_whose_usage_cannot_be_read_is_left_out(scene: Scene, tmp_path: Path) -> None:
+    gone = MemoryGroup(1, tmp_path / "memory.limit_in_bytes", MIB, MIB, 0)
+    scene.governor._limits = lambda: MemoryLimits(None, None, None, (gone,))
+    scene.clock.now += 60
+    scene.governor.read_limits()
+    assert scene.governor.room() == 100 * MIB
+
+
+class Restless:
+    """Room that comes and goes at every look, and slots with it."""
+
+    def __init__(self, engine: Engine, seed: int) -> None:
+        self.rng, self.changes = random.Random(seed), 0
+        tiers, governor = engine._opened.tiers, engine._opened.governor
+        governor._clock = lambda: float(self.rng.random() < 0.5)
+        governor.watch = governor.look  # type: ignore[method-assign]
+        self.tiers = tiers
+        slots = tiers.slots
+        # The small model's slots lie within a few ranges: let single slots go too.
+        tiers.release_nbytes = lambda nbytes: self._step()  # type: ignore[method-assign]
+        engine._opened.forward._watch = governor.look
+        governor._gauges = [self]
+        self.least = slots.num_slots
+
+    def _step(self) -> int:
+        self.changes += 1
+        if self.rng.random() < 0.5:
+            self.tiers.release_slots(self.rng.randrange(1, self.tiers.slots.num_slots))
+        else:
+            self.tiers.restore_slots()
+        return 0
+
+    def room(self) -> int:
+        """Near the cap every second time."""
+        return self.rng.choice([NEAR_NBYTES, 0])
+
+    def exceeded(self) -> str:
+        """Never."""
+        raise AssertionError
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("step", [None, 3])
+def test_giving_slots_back_between_any_layers_changes_no_bit(
+    store: Store, backend: str, step: int | None
+) -> None:
+    from aegis.kernels import registry
+
+    if registry.reason(backend) is not None:
+        pytest.skip(str(registry.reason(backend)))
+    options = {"backend": backend, "prefill_step": step, "cap": "900MiB"}
+    with open_small(store, **options) as engine:
+        expected = result_of(engine, IDS, 12)
+    for seed in range(3):
+        with open_small(store, **options) as engine:
+            restless = Restless(engine, seed)
+            assert difference(expected, result_of(engine, IDS, 12)) == ""
+            assert restless.changes >= 10
+
+
+def test_an_engine_above_its_cap_stops_with_a_sentence_and_can_go_on_later(store: Store) -> None:
+    with open_small(store) as engine:
+        tokens = list(engine.generate(IDS, 6, ignore_eos=True))
+        gauge = engine._opened.governor._process
+        assert isinstance(gauge, ProcessGauge)
+        running = engine.generate(IDS, 6, ignore_eos=True)
+        got = [next(running), next(running)]
+        allowed = gauge._before_nbytes
+        gauge._before_nbytes -= 1 << 40
+        engine._opened.governor._due = 0.0
+        with pytest.raises(CapExceededError, match="nothing left to give back; use a larger cap"):
+            list(running)
+        assert got == tokens[:2]
+        slots = engine._opened.tiers.slots
+        assert slots.capacity < slots.num_slots or engine.stats.given_back.nbytes == 0
+        gauge._before_nbytes = allowed
+        assert list(engine.generate(IDS, 6, ignore_eos=True)) == tokens
+        assert slots.capacity == slots.num_slots
+
+
+def test_what_is_given_back_is_counted_and_shown(store: Store) -> None:
+    with open_small(store) as engine:
+        tiers, given = engine._opened.tiers, engine.stats.given_back
+        before = {row.item: row.measured_nbytes for row in engine.ledger()}
+        nbytes = tiers.release_nbytes(1)
+        assert nbytes > 0
+        assert (given.nbytes, given.most_nbytes, given.times) == (nbytes, nbytes, 1)
+        assert given.slots == tiers.slots.num_slots - tiers.slots.capacity
+        after = {row.item: row.measured_nbytes for row in engine.ledger()}
+        assert before["slots"] is not None
+        assert after["slots"] == before["slots"] - min(nbytes, before["slots"])
+        assert engine.stats.as_dict()["given_back"]["nbytes"] == nbytes
+        tiers.retake_nbytes(nbytes)
+        engine.stats.reset()
+        given = engine.stats.given_back
+        assert (given.slots, given.nbytes, given.most_nbytes, given.times) == (0, 0, 0, 0)
+
+
+@needs_native
+def test_two_engines_in_one_process_do_not_take_from_each_other(store: Store) -> None:
+    least = SMALL.num_experts_per_tok
+    with open_small(store) as first, open_small(store, max_slots=least) as second:
+        expected = list(first.generate(IDS, 8, ignore_eos=True))
+        assert list(second.generate(IDS, 8, ignore_eos=True)) == expected
+        assert list(first.generate(IDS[:5], CONTEXT // 4, ignore_eos=True))
+        assert first.stats.given_back.times == second.stats.given_back.times == 0
