@@ -1,14 +1,15 @@
 """aegis runs Mixture-of-Experts language models several times larger than the memory they may use.
 
-Names are imported when they are first used, so ``import aegis`` costs next to nothing.
+Names are imported when they are first used, so ``import aegis`` costs next to nothing: not even
+typing and importlib are imported, since Ctrl-C before the command line has begun shows a traceback.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from aegis.api import GenerationResponse as GenerationResponse
     from aegis.api import generate as generate
     from aegis.api import load as load
@@ -33,6 +34,8 @@ __all__ = sorted([*_HOMES, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
+    import importlib
+
     if name == "__version__":
         return importlib.import_module("importlib.metadata").version("aegis-moe")
     if name not in _HOMES:

@@ -6,13 +6,16 @@ from __future__ import annotations
 def main() -> None:
     """Entry point of the ``aegis`` command."""
     import os
-    import sys
 
     # Our kernels have their own threads; numpy's BLAS would keep buffers and spin beside them.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
+        from aegis.cli import signals
+
+        signals.install()
         from aegis.cli.app import run_command
 
         run_command()
-    except KeyboardInterrupt:
-        sys.exit(130)
+    except KeyboardInterrupt as ended:
+        # Nothing is open here, and the interpreter's own way out could be struck once more.
+        os._exit(getattr(ended, "exit_code", 130))

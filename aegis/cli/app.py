@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import click
 
+from aegis.cli.signals import Ended, ignore
 from aegis.errors import AegisError
 
 INTERRUPTED = 130
@@ -53,10 +54,27 @@ def group(ctx: click.Context) -> None:
 
 def run_command(arguments: Sequence[str] | None = None) -> None:
     """Run one command line (None: the process's) and exit with its code."""
-    for stream in (sys.stdout, sys.stderr):
+    prepare_streams()
+    code = _flushed(_guarded(arguments))
+    ignore()  # A signal while the interpreter takes itself apart would only leave a traceback.
+    sys.exit(code)
+
+
+def prepare_streams() -> None:
+    """Make the standard streams ones that nothing said or read can break."""
+    for fd in (0, 1, 2):
+        try:
+            os.set_blocking(fd, True)  # A parent's pipe may not be: writing to it would lose text.
+        except OSError:
+            # Closed: the next file would get this number, and what is meant for people go into it.
+            os.open(os.devnull, os.O_RDWR)
+    ways = ((sys.stdin, "surrogateescape"), (sys.stdout, "replace"), (sys.stderr, "replace"))
+    for stream, errors in ways:
         with contextlib.suppress(AttributeError):
-            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
-    code = _guarded(arguments)
+            stream.reconfigure(errors=errors)  # type: ignore[union-attr]
+
+
+def _flushed(code: int) -> int:
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -64,8 +82,8 @@ def run_command(arguments: Sequence[str] | None = None) -> None:
         _forget_stdout()
     except OSError as error:
         _forget_stdout()
-        code = _fail(_system_error(error), 1)
-    sys.exit(code)
+        return _fail(_system_error(error), 1)
+    return code
 
 
 def _guarded(arguments: Sequence[str] | None) -> int:
@@ -84,6 +102,8 @@ def _guarded(arguments: Sequence[str] | None) -> int:
         return _fail(error.format_message().rstrip(".") + hint, error.exit_code)
     except click.ClickException as error:
         return _fail(error.format_message(), error.exit_code)
+    except Ended as ended:
+        return ended.exit_code
     except (KeyboardInterrupt, click.Abort):
         return INTERRUPTED
     except BrokenPipeError:
@@ -96,7 +116,23 @@ def _guarded(arguments: Sequence[str] | None) -> int:
     except Exception as error:
         if os.environ.get("AEGIS_TRACEBACK"):
             raise
-        return _fail(f"{type(error).__name__}: {error} (AEGIS_TRACEBACK=1 shows where)", 1)
+        return _fail(f"{_unforeseen(error)} (AEGIS_TRACEBACK=1 shows where)", 1)
+
+
+def _unforeseen(error: Exception) -> str:
+    """One line, whatever a library has to say."""
+    if isinstance(error, ImportError):
+        while isinstance(error.__cause__, Exception):
+            error = error.__cause__
+        return (
+            f"a library could not be loaded: {_one_line(error)}; give more address space"
+            " (ulimit -v) or install aegis-moe again"
+        )
+    return f"{type(error).__name__}: {_one_line(error)}"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _system_error(error: OSError) -> str:
@@ -113,4 +149,5 @@ def _fail(sentence: str, code: int) -> int:
 
 def _forget_stdout() -> None:
     """The reader is gone: let the interpreter's last flush go nowhere instead of complaining."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from aegis.cli.answer import (
     Messages,
@@ -21,7 +21,9 @@ from aegis.cli.answer import (
 )
 from aegis.cli.options import Options
 from aegis.cli.report import check_cap, figures, note, note_ledger, note_plan
-from aegis.errors import UsageError
+from aegis.cli.signals import Ended, end
+from aegis.cli.source import readable
+from aegis.errors import ReadError, UsageError
 
 if TYPE_CHECKING:
     from aegis.engine.engine import Engine
@@ -41,15 +43,62 @@ def chat(model: Path | None, cap_nbytes: int, options: Options) -> int:
         if not options["quiet"]:
             note(engine.describe())
             note(HELP)
-        _talk(engine, options, sampler)
+        with _CtrlC() as ctrl_c:
+            _talk(engine, options, sampler, ctrl_c)
         if options["verbose"]:
             note_ledger(engine.ledger())
     return 0
 
 
-def _talk(engine: Engine, options: Options, sampler: Sampler) -> None:
+class _CtrlC:
+    """What Ctrl-C does: it empties the line being typed, and it ends an answer.
+
+    While a prompt is computed it interrupts; while the answer comes it is noted, and acted on
+    between two tokens, so that what is there already stays. Pressed once more then, it ends all.
+    """
+
+    def __init__(self) -> None:
+        self.at: Literal["typing", "prompt", "answer", "neither"] = "neither"
+        self.pressed = False
+
+    def __enter__(self) -> _CtrlC:
+        self._before = signal.getsignal(signal.SIGINT)
+        if self._before is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, *ending: object) -> None:
+        # Not after a signal to end, from when on all are ignored.
+        if signal.getsignal(signal.SIGINT) == self._handle:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.at in ("typing", "prompt"):
+            raise KeyboardInterrupt
+        if self.at == "answer":
+            if self.pressed:
+                end(number, frame)
+            self.pressed = True
+
+    @contextlib.contextmanager
+    def during(self, what: Literal["typing", "prompt"]) -> Iterator[None]:
+        """KeyboardInterrupt comes only from inside of this."""
+        self.pressed = False
+        try:
+            self.at = what
+            yield
+        finally:
+            self.at = "neither"
+
+    def answering(self) -> bool:
+        """A token has come; whether Ctrl-C was pressed since the one before."""
+        self.at = "answer"
+        return self.pressed
+
+
+def _talk(engine: Engine, options: Options, sampler: Sampler, ctrl_c: _CtrlC) -> None:
     messages = first_messages(options)
-    while (line := _read_line()) is not None:
+    while (line := _read_line(ctrl_c)) is not None:
         if line == "/exit":
             return
         if line == "/clear":
@@ -60,16 +109,19 @@ def _talk(engine: Engine, options: Options, sampler: Sampler) -> None:
         elif _COMMAND.fullmatch(line):
             note(f"there is no {line}: {HELP}")
         elif line:
-            messages = _turn(engine, options, sampler, messages, line)
+            messages = _turn(engine, options, sampler, ctrl_c, messages, line)
 
 
-def _read_line() -> str | None:
+def _read_line(ctrl_c: _CtrlC) -> str | None:
     """One line; None at the end of input, "" after Ctrl-C."""
     try:
-        return input("> ").strip()
+        with ctrl_c.during("typing"):
+            return readable(input("> ")).strip()
     except EOFError:
         print()
         return None
+    except Ended:
+        raise
     except KeyboardInterrupt:
         print()
         note(HELP)
@@ -77,20 +129,33 @@ def _read_line() -> str | None:
 
 
 def _turn(
-    engine: Engine, options: Options, sampler: Sampler, messages: Messages, line: str
+    engine: Engine,
+    options: Options,
+    sampler: Sampler,
+    ctrl_c: _CtrlC,
+    messages: Messages,
+    line: str,
 ) -> Messages:
-    """Answer one line; returns the conversation with it, or as it was where it does not fit."""
+    """Answer one line; returns the conversation with it, or as it was where there is no answer."""
     asked = [*messages, {"role": "user", "content": line}]
     engine.stats.reset()
     try:
-        ids = _turn_ids(engine, asked, options)
-        with _interruptible() as interrupted:
-            answer = generate(engine, ids, options, sampler, _show, lambda: bool(interrupted))
+        with ctrl_c.during("prompt"):
+            ids = _turn_ids(engine, asked, options)
+            answer = generate(engine, ids, options, sampler, _show, ctrl_c.answering)
     except UsageError as error:
         note(f"error: {error} (/clear forgets the conversation)")
         return messages
+    except ReadError as error:
+        note(f"\nerror: {error}")
+        return messages
+    except Ended:
+        raise
+    except KeyboardInterrupt:
+        note("\n(ended by Ctrl-C before the answer began)")
+        return messages
     print()
-    if interrupted:
+    if ctrl_c.pressed:
         note("(ended by Ctrl-C)")
     if len(ids) + len(answer.token_ids) >= engine.context:
         note(f"the context of {engine.context} tokens is full: /clear forgets the conversation")
@@ -105,23 +170,6 @@ def _turn_ids(engine: Engine, messages: Messages, options: Options) -> list[int]
     if options["raw"]:
         return engine.tokenizer.encode("\n".join(message["content"] for message in messages))
     return engine.tokenizer.encode_chat(messages)
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[list[int]]:
-    """The first Ctrl-C is noted and acted on between two tokens; the second one interrupts."""
-    pressed: list[int] = []
-
-    def handler(number: int, frame: FrameType | None) -> None:
-        if pressed:
-            raise KeyboardInterrupt
-        pressed.append(number)
-
-    before = signal.signal(signal.SIGINT, handler)
-    try:
-        yield pressed
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _show(text: str) -> None:

@@ -85,7 +85,7 @@ def resolve_request(
     if left and prompt is not None:
         raise click.UsageError("PROMPT is given twice: as an argument and with --prompt")
     limit_nbytes = (context or DEFAULT_CONTEXT) * LONGEST_TOKEN_NBYTES
-    asked = [prompt, left[0] if left else None, _file_text(prompt_file, limit_nbytes)]
+    asked = [prompt, readable(left[0]) if left else None, _file_text(prompt_file, limit_nbytes)]
     given = [part for part in (*asked, _piped_text(limit_nbytes)) if part]
     if not given and any(part is not None for part in asked):
         raise UsageError("the prompt is empty; give some text, or no prompt at all for a sample")
@@ -95,6 +95,9 @@ def resolve_request(
 def requested(positionals: Sequence[str], options: Options) -> Request:
     """What a verb that takes a prompt was asked for."""
     refuse_contradictions(options)
+    for name in ("prompt", "system_prompt"):
+        if options[name] is not None:
+            options[name] = readable(options[name])
     return resolve_request(
         positionals,
         options["model"],
@@ -102,6 +105,15 @@ def requested(positionals: Sequence[str], options: Options) -> Request:
         options["prompt_file"],
         options["ctx_size"],
     )
+
+
+def readable(text: str) -> str:
+    """Text from the command line or a terminal; what the locale could not decode is UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return os.fsencode(text).decode(errors="replace")
+    return text
 
 
 def on_terminal() -> bool:
