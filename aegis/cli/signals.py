@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading  # Not in the handler: a module that is half imported then cannot be used.
 
 TYPE_CHECKING = False  # importing typing takes longer than all of this
 if TYPE_CHECKING:
@@ -53,8 +54,6 @@ def ignore() -> None:
 
 
 def _end_anyway(code: int) -> None:
-    import threading
-
     timer = threading.Timer(GRACE_S, os._exit, (code,))
     timer.daemon = True
     try:
