@@ -158,9 +158,7 @@ def plan_runs(backend: str, prompts: int, steps: int) -> tuple[list[Run], list[S
         return [], [Skipped(backend, reason)]
     if backend != "native":
         return [Run(backend, None, room, prompts, min(steps, PASS_STEPS), False)], []
-    best, *others = native_isas()[1]
-    full = Run(backend, best, low, prompts, steps, True)
-    runs = [_for_isa(full, best, room), *(_for_isa(full, isa, room) for isa in others)]
+    runs = [_native_run(isa, low, prompts, steps) for isa in native_isas()[1]]
     skipped = []
     if room > low:
         runs.insert(1, replace(runs[0], cap_nbytes=room))
@@ -169,11 +167,10 @@ def plan_runs(backend: str, prompts: int, steps: int) -> tuple[list[Run], list[S
     return runs, skipped
 
 
-def _for_isa(full: Run, isa: str, room: int) -> Run:
-    if isa != "scalar":
-        return replace(full, isa=isa)
-    few = min(full.steps, SHORT_STEPS)
-    return replace(full, isa=isa, cap_nbytes=room, prompts=1, steps=few, decode=False)
+def _native_run(isa: str, cap_nbytes: int, prompts: int, steps: int) -> Run:
+    if isa == "scalar":
+        return Run("native", isa, cap_nbytes, 1, min(steps, SHORT_STEPS), False)
+    return Run("native", isa, cap_nbytes, prompts, steps, True)
 
 
 def _caps(backend: str) -> tuple[int, int]:
