@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from aegis.checkpoint.plainfile import FileDamageError, read_object, read_regular
 from aegis.errors import TokenizerError, UsageError
 
 if TYPE_CHECKING:
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 Message = Mapping[str, Any]
+
+_MAX_NBYTES = 16 << 20
 
 # Names a message's reasoning goes by; templates read the first, gpt-oss the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -111,27 +114,33 @@ class ChatTemplates:
 
 def _from_jinja_files(folder: Path) -> dict[str, ChatTemplate]:
     files = {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
-    if (folder / "chat_template.jinja").is_file():
+    if (folder / "chat_template.jinja").exists():
         files["default"] = folder / "chat_template.jinja"
     return {name: ChatTemplate(_read_text(path), str(path)) for name, path in files.items()}
 
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise TokenizerError(f"The chat template {path} cannot be read: {error}") from error
+        text = read_regular(path, _MAX_NBYTES).decode()
+        return text.replace("\r\n", "\n").replace("\r", "\n")
+    except FileNotFoundError:
+        raise TokenizerError(f"The chat template {path} is missing; pass another one") from None
+    except FileDamageError as error:
+        raise TokenizerError(f"The chat template {path} {error}; download it again") from error
+    except UnicodeDecodeError as error:
+        raise TokenizerError(
+            f"The chat template {path} is no UTF-8 text ({error}); download it again"
+        ) from error
 
 
 def _read_legacy(folder: Path) -> Mapping[str, Any]:
     path = folder / "chat_template.json"
-    if not path.is_file():
-        return {}
     try:
-        content = json.loads(_read_text(path))
-    except ValueError as error:
-        raise TokenizerError(f"{path} is not valid JSON ({error}); download it again.") from error
-    return content if isinstance(content, dict) else {}
+        return read_object(path)
+    except FileNotFoundError:
+        return {}
+    except FileDamageError as error:
+        raise TokenizerError(f"{path} {error}; download it again") from error
 
 
 def _from_config(config: Mapping[str, Any], origin: str) -> dict[str, ChatTemplate]:

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from aegis.checkpoint.config import tokenizer_nbytes
+from aegis.checkpoint.plainfile import FileDamageError, read_regular
 from aegis.errors import TokenizerError
 
 # A thread pool would take memory outside the plan; both are read when tokenizers first needs one.
@@ -53,12 +55,9 @@ class _OtherPathError(Exception):
 def load(path: Path) -> tokenizers.Tokenizer:
     """Load tokenizer.json; TokenizerError where it is missing or damaged."""
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise TokenizerError(
-            f"{path} cannot be read ({error.strerror}); a model folder needs the tokenizer.json it "
-            "was published with, so copy or download it into the folder"
-        ) from error
+        data = read_regular(path, tokenizer_nbytes(path.parent))
+    except (FileNotFoundError, FileDamageError) as error:
+        raise TokenizerError(f"{path} {error}; download it again") from error
     try:
         with tempfile.TemporaryDirectory(prefix="aegis-") as folder:
             head = _split(data, Path(folder))

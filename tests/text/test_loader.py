@@ -81,7 +81,7 @@ def test_truncation_and_padding_saved_in_the_file_are_off(
 
 
 def test_a_missing_file_is_named_with_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(TokenizerError, match=r"tokenizer\.json cannot be read .* copy or download"):
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json is missing; .* copy or download"):
         loader.load(tmp_path / "tokenizer.json")
 
 
