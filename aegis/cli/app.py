@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import click
 
-from aegis.cli.signals import Ended, ignore
+from aegis.cli.signals import Ended, ending, ignore
 from aegis.errors import AegisError
 
 INTERRUPTED = 130
@@ -142,6 +142,8 @@ def _system_error(error: OSError) -> str:
 
 
 def _fail(sentence: str, code: int) -> int:
+    if (signalled := ending()) is not None:
+        return signalled  # Not an error of its own: it came of the way out.
     with contextlib.suppress(OSError):
         click.echo(f"error: {sentence}", err=True)
     return code

@@ -3,7 +3,8 @@
 The first signal raises an exception, so that every ``with`` on the way out puts its things away.
 Further ones change nothing. Where the way out takes longer than ``GRACE_S`` (a disk that does not
 answer), or where the exception is lost (one raised inside of a weak reference's callback is), the
-process ends without it: what a conversion leaves behind then, the next one removes.
+process ends without it: what a conversion leaves behind then, the next one removes. Some code turns
+it into another exception; ``ending`` still knows.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 GRACE_S = 5.0
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_code: int | None = None
 
 
 class Ended(KeyboardInterrupt):
@@ -41,10 +43,17 @@ def install() -> None:
 def end(number: int, frame: FrameType | None) -> None:
     """A handler: begin to end."""
     del frame
+    global _code
     ignore()
     ended = Ended(number)
-    _end_anyway(ended.exit_code)
+    _code = ended.exit_code
+    _end_anyway(_code)
     raise ended
+
+
+def ending() -> int | None:
+    """The exit code, once a signal has come; None before."""
+    return _code
 
 
 def ignore() -> None:
