@@ -106,18 +106,21 @@ def _backends(facts: Facts) -> Iterator[Problem]:
     native = next((b for b in facts.backends if b.name == "native"), None)
     if native is None or native.reason is None or facts.default_backend != "reference":
         return
-    install = native.install or "aegis-moe again"
     if facts.compiler is None:
         found = "and no C++ compiler was found"
+        remedy = f"install {native.install}"
     else:
         found = f"though there is a C++ compiler, {facts.compiler}"
-        install = f"{install}; with -v pip shows why a build failed"
+        remedy = (
+            "install aegis-moe again with pip install -v --force-reinstall --no-cache-dir"
+            " --no-deps, which shows why the build failed"
+        )
     yield Problem(
         "no_native_backend",
         "problem",
         f"the compiled kernels are missing, so numpy computes (the reference backend), over ten"
         f" times slower, {found}",
-        f"install {install}",
+        remedy,
     )
 
 

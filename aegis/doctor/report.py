@@ -125,9 +125,9 @@ def _cap(facts: Facts) -> Iterator[str]:
     if (model := facts.model) is not None:
         yield (
             f"{model.name} opens from {format_size(model.min_cap_nbytes)} and stays in memory"
-            f" whole from {format_size(model.everything_nbytes)} (context {model.context});"
-            f" with -c {SHORT_CONTEXT} it opens from {format_size(model.short_min_cap_nbytes)}"
+            f" whole from {format_size(model.everything_nbytes)} (context {model.context})"
         )
+        yield f"with -c {SHORT_CONTEXT} it opens from {format_size(model.short_min_cap_nbytes)}"
 
 
 def _within(facts: Facts) -> str:
