@@ -19,6 +19,11 @@ GIB = 1 << 30
         ("4gib", 4 * GIB),
         ("2GB", 2 * 10**9),
         ("7KiB", 7168),
+        ("3TiB", 3 * 1024**4),
+        ("5KB", 5000),
+        ("6MB", 6_000_000),
+        ("8TB", 8 * 10**12),
+        ("1B", 1),
     ],
 )
 def test_sizes_with_a_unit_are_read(text: str, nbytes: int) -> None:
@@ -55,7 +60,16 @@ def test_a_formatted_size_is_within_its_last_digit(nbytes: int) -> None:
 
 @pytest.mark.parametrize(
     ("nbytes", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (4 * GIB, "4 GiB"), ((1 << 20) - 1, "1 MiB"), (1536, "1.5 KiB")],
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (4 * GIB, "4 GiB"),
+        ((1 << 20) - 1, "1 MiB"),
+        (1536, "1.5 KiB"),
+        (-1536, "-1.5 KiB"),
+        (1 << 40, "1 TiB"),
+        (3 << 50, "3072 TiB"),
+    ],
 )
 def test_sizes_are_written_shortly(nbytes: int, text: str) -> None:
     assert format_size(nbytes) == text
@@ -66,6 +80,12 @@ def test_a_range_of_caps_steps_by_one_gib_and_includes_both_ends() -> None:
     assert parse_caps("1GiB..2.5GiB:1GiB") == (GIB, 2 * GIB, 5 * GIB // 2)
     assert parse_caps("200MiB") == (200 << 20,)
     assert parse_caps("1GiB..1GiB") == (GIB,)
+
+
+def test_a_range_has_at_most_a_thousand_steps() -> None:
+    assert len(parse_caps("9001B..10000B:1B")) == 1000
+    with pytest.raises(ValueError, match="over 1000 caps: give a larger step"):
+        parse_caps("9000B..10000B:1B")
 
 
 @pytest.mark.parametrize(
