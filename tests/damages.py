@@ -319,7 +319,7 @@ CONFIG = [
     Case(
         "config huge integer",
         replace("config.json", b": 128,", b": " + HUGE_INTEGER + b","),
-        "a number of 5000 digits",
+        "a number has thousands of digits",
     ),
     Case(
         "config key twice",
@@ -341,7 +341,7 @@ CONFIG = [
     Case("layers one less", config(num_hidden_layers=2), r"holds model\.layers\.2\."),
     Case("layers none", config(num_hidden_layers=0), "num_hidden_layers to 0; expected"),
     Case("experts absurd", config(num_experts=10**12), "num_experts to 10+; expected"),
-    Case("experts one less", config(num_experts=7), "the config says"),
+    Case("experts one less", config(num_experts=7), r"codes of \[7, 128\] take"),
     Case("heads 0", config(num_attention_heads=0), "num_attention_heads to 0; expected"),
     Case("heads not shared out", config(num_key_value_heads=3), "4 attention heads .* 3 key"),
     Case("odd head_dim", config(head_dim=33), "head_dim to 33; expected an even"),
@@ -385,7 +385,7 @@ QUANTIZATION = [
     Case(
         "entry says quantised",
         quantization(**{"model.norm": {"bits": 4, "group_size": 64}}),
-        "model.norm.weight .* says .* quantised",
+        "model.norm.weight should be quantised, since config.json says",
     ),
     Case(
         "entry of one module wrong",
@@ -418,7 +418,7 @@ TENSORS = [
     Case(
         "header huge integer",
         header_text(lambda text: text.replace(b"[0,", b"[" + HUGE_INTEGER + b",", 1)),
-        "damaged header.* a number of 5000 digits",
+        "damaged header.* a number has thousands of digits",
     ),
     Case(
         "header absurd shape",
@@ -579,7 +579,7 @@ STORE = [
     Case(
         "newer version of another kind",
         write("store.json", b'{"format":"aegis store","format_version":99,"new":[]}'),
-        "format version 2.* newer",
+        "format version 99.* newer",
     ),
     Case(
         "older version",
@@ -616,3 +616,6 @@ STORE = [
     Case("config flipped", flipped("config.json", 700), "config.json is damaged"),
 ]
 """Damage to a store."""
+
+STORE_FILES = [case for case in STORE if case.words.split()[0].endswith((".bin", ".json"))]
+STORE_FILES = [case for case in STORE_FILES if not case.words.startswith("store.json")]

@@ -79,19 +79,24 @@ def command(
 def _converted(
     folder: Path, destination: Path | None, layout: Layout, three_bit: bool, bar: ProgressBar
 ) -> Store:
+    from aegis.checkpoint.source import Checkpoint
     from aegis.checkpoint.store import is_store
     from aegis.convert.cache import cached_store_path
     from aegis.convert.convert import convert
     from aegis.convert.three_bit import add_3bit
+    from aegis.text.tokenizer import Tokenizer
 
     if is_store(folder):
         if destination is not None or not three_bit:
             raise click.UsageError(f"{folder} is a store already; --experts 3bit adds to it")
         return add_3bit(folder, bar)
     in_cache = destination is None
-    target = destination or cached_store_path(folder, layout)
+    checkpoint = Checkpoint.open(folder)
+    # A store without a tokenizer that works could not be run: refused before anything is written.
+    Tokenizer.open(folder)
+    target = destination or cached_store_path(checkpoint, layout)
     return convert(
-        folder,
+        checkpoint,
         target,
         layout=layout,
         experts3bit=three_bit,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,10 +38,12 @@ def command(source: str | None, **options: Any) -> int:
         print_json(_json(store, report))
     else:
         for damage in report.damaged:
-            click.echo(f"damaged: {damage.what}, in {damage.file}")
+            click.echo(f"damaged: {damage.what} in {damage.file}")
     if not report.ok:
+        first = report.damaged[0]
+        count = f"{len(report.damaged)} of {report.checked} parts"
         raise StoreError(
-            f"{len(report.damaged)} of {report.checked} parts of {store.path} are damaged; "
+            f"{count} of {store.path} are damaged, first {first.what} in {first.file.name}; "
             "convert the model again"
         )
     if not options["as_json"]:
@@ -50,16 +53,28 @@ def command(source: str | None, **options: Any) -> int:
 
 
 def _open(folder: Path) -> Store:
+    from aegis.checkpoint.source import Checkpoint
     from aegis.checkpoint.store import Store, is_store
     from aegis.convert.cache import cached_store_path
 
     if is_store(folder):
         return Store.open(folder, check_sizes=False)
-    stores = (cached_store_path(folder, "il16"), cached_store_path(folder, "row"))
+    checkpoint = Checkpoint.open(folder)
+    stores = (cached_store_path(checkpoint, "il16"), cached_store_path(checkpoint, "row"))
     for candidate in stores:
         if is_store(candidate):
             return Store.open(candidate, check_sizes=False)
+    if any(map(_superseded, stores)):
+        raise StoreError(
+            f"{folder} has changed since it was converted; run aegis convert to convert it again"
+        )
     raise StoreError(f"{folder} has not been converted; run aegis convert first")
+
+
+def _superseded(store: Path) -> bool:
+    """Whether the cache has a store of the same name and layout from another state of the model."""
+    name, _, _ = store.name.rpartition("-")
+    return any(store.parent.glob(f"{glob.escape(name)}-*/store.json"))
 
 
 def _json(store: Store, report: VerifyReport) -> dict[str, Any]:

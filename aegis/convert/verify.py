@@ -84,12 +84,12 @@ def _wrong_length(file: Path, expected: int) -> list[Damage]:
     try:
         actual = regular_nbytes(file)
     except FileNotFoundError:
-        return [Damage(file, "the file, which is missing", unreadable=True)]
+        return [Damage(file, "the whole file (missing)", unreadable=True)]
     except FileDamageError as error:
-        return [Damage(file, f"the file, which {error}", unreadable=True)]
+        return [Damage(file, f"the whole file ({error})", unreadable=True)]
     if actual == expected:
         return []
-    return [Damage(file, f"the length, {actual} bytes instead of {expected}")]
+    return [Damage(file, f"the length ({actual} bytes instead of {expected})")]
 
 
 def _damaged(file: Path, batch: list[_Item], buffer: U8) -> list[Damage]:
@@ -97,7 +97,7 @@ def _damaged(file: Path, batch: list[_Item], buffer: U8) -> list[Damage]:
         with UncachedReader(file) as reader:
             return [item.damage for item in batch if not _matches(reader, item, buffer)]
     except OSError as error:
-        return [Damage(file, f"the file, which cannot be read ({error.strerror})", unreadable=True)]
+        return [Damage(file, f"the whole file (cannot be read: {error.strerror})", unreadable=True)]
 
 
 def _matches(reader: UncachedReader, item: _Item, buffer: U8) -> bool:

@@ -63,4 +63,4 @@ def test_a_file_cut_short_after_opening_is_damage_not_a_crash(store: Store) -> N
         file.truncate(3 * store.layout.experts.stride)
     damaged = verify(store).damaged
     assert {d.expert for d in damaged} == {None, 3, 4}
-    assert damaged[0].what.startswith("the length, ")
+    assert damaged[0].what.startswith("the length (")
