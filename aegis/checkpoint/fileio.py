@@ -11,6 +11,7 @@ import mmap
 import os
 import sys
 import zlib
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aegis.checkpoint.pagecache import drop_pages as drop_pages
+from aegis.errors import CheckpointError
 
 ALIGN = 4096
 PIECE_NBYTES = 1 << 20
@@ -52,6 +54,14 @@ def open_uncached(path: Path, flags: int) -> tuple[int, bool]:
     return fd, False
 
 
+def leave_direct(fd: int) -> None:
+    """Go on through the page cache: for file systems that accept the flag and refuse a read or
+    write, and behind a short one, since direct ones begin and end on whole pages."""
+    import fcntl
+
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~getattr(os, "O_DIRECT", 0))
+
+
 class UncachedReader:
     """Reads byte ranges of a file through one small window of its own.
 
@@ -80,6 +90,8 @@ class UncachedReader:
     def close(self) -> None:
         """Close the file."""
         if self._fd >= 0:
+            if not self._direct:
+                drop_pages(self._fd)  # What the kernel read ahead and nobody asked for.
             os.close(self._fd)
             self._fd = -1
 
@@ -106,13 +118,28 @@ class UncachedReader:
         self._start = self._end = start
         filled = 0
         while start + filled <= offset:
-            got = os.preadv(self._fd, [self._window[filled:size].data], start + filled)
+            got = self._read(self._window[filled:size], start + filled)
             filled += got
             if not self._direct:
                 drop_pages(self._fd, start, filled)
-            if got == 0 or (got % ALIGN and start + filled <= offset):
+            if got == 0:
                 raise EOFError(f"{self._path} ends before byte {offset + wanted}")
         self._end = start + filled
+
+    def _read(self, out: U8, offset: int) -> int:
+        if self._direct and offset % ALIGN:
+            self._leave_direct()
+        try:
+            return os.preadv(self._fd, [out.data], offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not self._direct:
+                raise
+        self._leave_direct()
+        return os.preadv(self._fd, [out.data], offset)
+
+    def _leave_direct(self) -> None:
+        leave_direct(self._fd)
+        self._direct = False
 
 
 class UncachedWriter:
@@ -165,13 +192,25 @@ class UncachedWriter:
     def _flush(self) -> None:
         view = self._buffer[: self._fill].data
         while view:
-            count = os.pwrite(self._fd, view, self._on_disk)
+            if self._direct and self._on_disk % ALIGN:
+                self._leave_direct()
+            try:
+                count = os.pwrite(self._fd, view, self._on_disk)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._direct:
+                    raise
+                self._leave_direct()
+                continue
             view = view[count:]
             self._on_disk += count
         self._fill = 0
         if not self._direct:
             os.fdatasync(self._fd) if hasattr(os, "fdatasync") else os.fsync(self._fd)
             drop_pages(self._fd)
+
+    def _leave_direct(self) -> None:
+        leave_direct(self._fd)
+        self._direct = False
 
     def close(self) -> None:
         """Write what is buffered and wait until everything is on the disk."""
@@ -184,10 +223,13 @@ class UncachedWriter:
 
 
 def sync_folder(path: Path) -> None:
-    """Make creations and renames in a folder durable."""
+    """Make creations and renames in a folder durable, where its file system knows how to."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(fd)
 
@@ -210,7 +252,7 @@ def copy_file(source: Path, target: Path) -> tuple[int, int]:
     """Copy a file in pieces, leaving neither in the page cache; its size and CRC-32."""
     size = crc = 0
     with source.open("rb", buffering=0) as reader, target.open("xb", buffering=0) as writer:
-        while piece := reader.read(PIECE_NBYTES):
+        while piece := _next_piece(source, reader):
             crc, size = zlib.crc32(piece, crc), size + len(piece)
             view = memoryview(piece)
             while view:
@@ -219,3 +261,11 @@ def copy_file(source: Path, target: Path) -> tuple[int, int]:
         drop_pages(reader.fileno())
         drop_pages(writer.fileno())
     return size, crc
+
+
+def _next_piece(path: Path, reader: FileIO) -> bytes:
+    """Failing to read is the source's fault, not that of the place written to."""
+    try:
+        return reader.read(PIECE_NBYTES) or b""
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aegis.cli.options import Options, engine_settings
-from aegis.cli.report import SCHEMA_VERSION
+from aegis.cli.report import SCHEMA_VERSION, note_older_stores
 
 if TYPE_CHECKING:
     from aegis.engine.engine import Engine
@@ -46,15 +46,19 @@ def open_engine(
 ) -> Engine:
     """Open the model with the command line's settings."""
     from aegis.cli.progress import ProgressBar
+    from aegis.convert.cache import embedded_path
     from aegis.engine.engine import Engine
 
+    bar = ProgressBar("converting", options["quiet"])
     engine = Engine.open(
         model,
         cap=cap_nbytes,
-        progress=ProgressBar("converting", options["quiet"]),
+        progress=bar,
         on_plan=on_plan,
         **engine_settings(options),
     )
+    if bar.used and not options["quiet"]:
+        note_older_stores(model or embedded_path(), engine.store.layout.layout)
     if options["chat_template"] is not None:
         _use_template(engine, model, options["chat_template"])
     return engine

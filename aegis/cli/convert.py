@@ -10,7 +10,7 @@ import click
 from aegis.cli.options import json_option, quiet_option
 from aegis.cli.plan import model_folder
 from aegis.cli.progress import ProgressBar
-from aegis.cli.report import SCHEMA_VERSION, print_json
+from aegis.cli.report import SCHEMA_VERSION, note_older_stores, print_json
 from aegis.cli.source import resolve_model
 
 if TYPE_CHECKING:
@@ -60,8 +60,12 @@ def command(
     if destination is not None and output is not None:
         raise click.UsageError("STORE is given twice: as an argument and with --output")
     folder = model_folder(resolve_model(source))
+    from aegis.checkpoint.store import is_store
+
     bar = ProgressBar("converting", options["quiet"])
     store = _converted(folder, destination or output, layout, experts == "3bit", bar)
+    if not (destination or output or is_store(folder) or options["quiet"]):
+        note_older_stores(folder, layout)
     if options["as_json"]:
         print_json(
             {

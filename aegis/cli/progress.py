@@ -15,10 +15,13 @@ class ProgressBar:
     def __init__(self, what: str, quiet: bool = False) -> None:
         self._what = what
         self._shown = -1
+        self.used = False
+        """Whether there was anything to show."""
         self._on = not quiet and sys.stderr is not None and sys.stderr.isatty()
 
     def __call__(self, done: int, total: int) -> None:
         """Draw when the percentage changed."""
+        self.used = True
         percent = 100 * done // total if total else 100
         if not self._on or percent == self._shown:
             return

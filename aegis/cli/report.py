@@ -11,6 +11,9 @@ from aegis.errors import CapExceededError
 from aegis.planner import format_size
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from aegis.kernels.base import Layout
     from aegis.planner import LedgerRow, MemoryPlan
 
 SCHEMA_VERSION = 1
@@ -42,6 +45,17 @@ def note_plan(plan: MemoryPlan) -> None:
     from aegis.planner.explain import explain_plan
 
     notes([*explain_plan(plan), ""])
+
+
+def note_older_stores(folder: Path, layout: Layout = "il16") -> None:
+    """Stores in the cache that a new one of the same name has probably replaced."""
+    from aegis.convert.cache import older_stores
+
+    for path in older_stores(folder, layout):
+        size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        note(
+            f"{path} ({format_size(size)}) is an older store of that name; delete it if not needed"
+        )
 
 
 def note_ledger(rows: Sequence[LedgerRow]) -> None:

@@ -2,7 +2,8 @@
 
 Everything is written into ``.NAME.partial-PID-RANDOM`` beside the destination and renamed when
 complete. A lock file ``.NAME.lock`` lets one process build while others wait and then find the
-result; the lock dies with its process, so a killed build never blocks the next one.
+result; the lock dies with its process, so a killed build never blocks the next one. What a killed
+build leaves is deleted by whoever builds next in the same folder.
 """
 
 from __future__ import annotations
@@ -11,32 +12,55 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from aegis.checkpoint.fileio import sync_folder
 from aegis.errors import StoreError
 
+_PARTIAL = re.compile(r"\.(.+)\.partial-\d+-[0-9a-f]{8}")
+ELSEWHERE = "set AEGIS_CACHE to a folder on another disk"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+
 
 @contextlib.contextmanager
-def locked(destination: Path) -> Iterator[None]:
-    """Hold the lock that guards a destination, waiting for another holder."""
+def locked(destination: Path, on_wait: Callable[[], None] | None = None) -> Iterator[bool]:
+    """Hold the lock that guards a destination; False where the file system has no locks.
+
+    on_wait: called once should another process hold it.
+    """
     path = _lock_path(destination)
-    fd = _acquire(path)
+    fd = _acquire_or_wait(path, on_wait)
     try:
-        yield
+        yield fd is not None
     finally:
         path.unlink(missing_ok=True)
-        os.close(fd)
+        if fd is not None:
+            os.close(fd)
 
 
 def _lock_path(destination: Path) -> Path:
     return destination.parent / f".{destination.name}.lock"
 
 
-def _acquire(path: Path, mode: int = fcntl.LOCK_EX) -> int:
+def _acquire_or_wait(path: Path, on_wait: Callable[[], None] | None) -> int | None:
+    try:
+        return _acquire(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if on_wait is not None:
+            on_wait()
+        return _acquire(path, fcntl.LOCK_EX)
+    except OSError as error:
+        # Without locks two builds at once do the work twice; the first to finish is kept.
+        if error.errno in _NO_LOCKS:
+            return None
+        raise
+
+
+def _acquire(path: Path, mode: int) -> int:
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -52,40 +76,61 @@ def _acquire(path: Path, mode: int = fcntl.LOCK_EX) -> int:
         os.close(fd)
 
 
-def remove_leftovers(destination: Path) -> None:
-    """Delete what killed builds left in this folder; only while holding the destination's lock."""
-    for path in destination.parent.glob(".*.partial-*"):
+def remove_leftovers(folder: Path, own: Path | None = None) -> None:
+    """Delete what killed builds left in a folder; builds that are alive are left alone.
+
+    own: a destination whose lock the caller holds.
+    """
+    for path in _partial_folders(folder):
         owner = path.with_name(path.name[1:].rpartition(".partial-")[0])
-        if owner.name == destination.name:
+        if owner == own:
             shutil.rmtree(path, ignore_errors=True)
             continue
-        try:
+        # It may be alive, or the folder may be read-only.
+        with contextlib.suppress(OSError):
             fd = _acquire(_lock_path(owner), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            continue  # a build that is alive
-        shutil.rmtree(path, ignore_errors=True)
-        _lock_path(owner).unlink(missing_ok=True)
-        os.close(fd)
+            try:
+                shutil.rmtree(path, ignore_errors=True)
+                _lock_path(owner).unlink(missing_ok=True)
+            finally:
+                os.close(fd)
+
+
+def _partial_folders(folder: Path) -> list[Path]:
+    try:
+        with os.scandir(folder) as entries:
+            names = [e.name for e in entries if e.name[0] == "." and e.is_dir()]
+    except OSError:
+        return []
+    return [folder / name for name in names if _PARTIAL.fullmatch(name)]
 
 
 @contextlib.contextmanager
 def partial_folder(destination: Path, replace: bool = False) -> Iterator[Path]:
     """A folder to fill that becomes ``destination`` on success and vanishes on any failure.
 
-    ``replace``: whatever is at ``destination`` then is deleted first.
+    ``replace``: whatever is at ``destination`` then is deleted.
     """
-    name = f".{destination.name}.partial-{os.getpid()}-{secrets.token_hex(4)}"
-    partial = destination.parent / name
+    partial, old = _partial_path(destination), _partial_path(destination)
     partial.mkdir()
     try:
         yield partial
         sync_folder(partial)
         if replace:
-            shutil.rmtree(destination, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):
+                destination.rename(old)
         _rename(partial, destination)
         sync_folder(destination.parent)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        for path in (partial, old):
+            shutil.rmtree(path, ignore_errors=True)
+            if path.is_file() or path.is_symlink():
+                path.unlink()
+
+
+def _partial_path(destination: Path) -> Path:
+    name = f".{destination.name}.partial-{os.getpid()}-{secrets.token_hex(4)}"
+    return destination.parent / name
 
 
 def _rename(partial: Path, destination: Path) -> None:
@@ -106,13 +151,18 @@ def prepare_parent(destination: Path, hint: str = "choose another destination") 
     parent = destination.parent
     try:
         parent.mkdir(parents=True, exist_ok=True)
+        if os.path.ismount(destination):
+            raise StoreError(
+                f"{destination} is a mount point, which cannot be replaced as a whole; name a"
+                " folder inside of it"
+            )
         if not os.access(parent, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise StoreError(f"{parent} cannot be written ({error.strerror}); {hint}") from error
 
 
-def check_space(folder: Path, needed_nbytes: int) -> None:
+def check_space(folder: Path, needed_nbytes: int, hint: str = ELSEWHERE) -> None:
     """Refuse a build that the disk has no room for.
 
     Raises:
@@ -120,26 +170,30 @@ def check_space(folder: Path, needed_nbytes: int) -> None:
     """
     disk = os.statvfs(folder)
     free = disk.f_bavail * disk.f_frsize
-    if free < needed_nbytes:
-        raise StoreError(_space_sentence(folder, needed_nbytes, free))
-
-
-def _space_sentence(folder: Path, needed: int, free: int) -> str:
-    return (
-        f"{folder} has {free >> 20} MiB free, but the store takes {-(-needed >> 20)} MiB;"
-        " make room or set AEGIS_CACHE to a folder on another disk"
-    )
+    # Some file systems (ramfs, a few in user space) count no blocks at all.
+    if disk.f_blocks and free < needed_nbytes:
+        raise StoreError(
+            f"{folder} has {free >> 20} MiB free, but the store takes {-(-needed_nbytes >> 20)}"
+            f" MiB; make room or {hint}"
+        )
 
 
 @contextlib.contextmanager
-def disk_errors(folder: Path) -> Iterator[None]:
+def disk_errors(folder: Path, hint: str = ELSEWHERE) -> Iterator[None]:
     """Turn failures of writing into sentences."""
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StoreError(
-                f"the disk of {folder} is full; make room or set AEGIS_CACHE to a folder on"
-                " another disk"
-            ) from error
-        raise StoreError(f"writing to {folder} failed: {error.strerror or error}") from error
+        raise StoreError(_sentence(error, folder, hint)) from error
+
+
+def _sentence(error: OSError, folder: Path, hint: str) -> str:
+    if error.errno == errno.ENOSPC:
+        return f"the disk of {folder} is full; make room or {hint}"
+    if error.errno == errno.EDQUOT:
+        return f"your quota on the disk of {folder} is used up; make room or {hint}"
+    if error.errno == errno.EFBIG:
+        return f"{folder} takes no file so large; raise the limit (ulimit -f) or {hint}"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "too many files are open; close some or raise the limit (ulimit -n)"
+    return f"writing to {folder} failed: {error.strerror or error}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,19 +18,40 @@ from aegis.kernels.base import Layout
 if TYPE_CHECKING:
     from aegis.convert.convert import Progress
 
-__all__ = ["cache_folder", "cached_store_path", "embedded_path", "ensure_store"]
+__all__ = ["cache_folder", "cached_store_path", "embedded_path", "ensure_store", "older_stores"]
 
 
 def cache_folder() -> Path:
-    """$AEGIS_CACHE, or the user's cache folder for aegis."""
+    """$AEGIS_CACHE, or the user's cache folder for aegis.
+
+    Raises:
+        StoreError: nothing says where the user's files are.
+    """
     named = os.environ.get("AEGIS_CACHE")
     if named:
-        return Path(named)
+        return Path(os.path.expanduser(named))
     base = os.environ.get("XDG_CACHE_HOME")
     if base and Path(base).is_absolute():
         return Path(base) / "aegis"
-    home = Path.home()
+    home = _home()
     return home / "Library/Caches/aegis" if sys.platform == "darwin" else home / ".cache/aegis"
+
+
+def _home() -> Path:
+    """$HOME where it is a path at all, else what the system's user list says."""
+    home = os.environ.get("HOME", "")
+    if not os.path.isabs(home):
+        import pwd
+
+        try:
+            home = pwd.getpwuid(os.getuid()).pw_dir
+        except KeyError:
+            home = ""
+    if not os.path.isabs(home):
+        raise StoreError(
+            "there is no home folder to keep converted models in; set AEGIS_CACHE to a folder"
+        )
+    return Path(home)
 
 
 def cached_store_path(path: str | os.PathLike[str], layout: Layout = "il16") -> Path:
@@ -66,10 +88,43 @@ def ensure_store(
         return store
     target = cached_store_path(path, layout)
     try:
-        return Store.open(target)
-    except StoreError:
+        store = Store.open(target)
+    except StoreError as error:
         from aegis.convert.build import prepare_parent
-        from aegis.convert.convert import convert
+        from aegis.convert.convert import convert, is_damage
 
+        if target.is_dir() and not is_damage(error):
+            raise
         prepare_parent(target, "set AEGIS_CACHE to a folder that can be")
         return convert(path, target, layout=layout, progress=progress, replace_damaged=True)
+    _clean_up(target)
+    return store
+
+
+def _clean_up(target: Path) -> None:
+    """Whoever uses a store may be the last to come by: delete what killed conversions left."""
+    if any(".partial-" in name for place in (target.parent, target) for name in _names(place)):
+        from aegis.convert.build import remove_leftovers
+
+        remove_leftovers(target.parent)
+        remove_leftovers(target)
+
+
+def older_stores(path: str | os.PathLike[str], layout: Layout = "il16") -> list[Path]:
+    """Stores in the cache of models of the same name that are not the one of ``path``.
+
+    They come from a checkpoint that was changed since, from another one of that name, or from
+    another version of aegis.
+    """
+    target = cached_store_path(path, layout)
+    head = re.escape(target.name.rpartition("-v")[0])
+    other = re.compile(rf"{head}-v\d+-[0-9a-f]{{12}}")
+    found = [name for name in _names(target.parent) if other.fullmatch(name)]
+    return [target.parent / name for name in sorted(found) if name != target.name]
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import zlib
 from collections.abc import Callable
 from os import PathLike
@@ -24,6 +25,7 @@ from aegis.checkpoint.manifest import Checksums, Manifest, encode
 from aegis.checkpoint.source import Checkpoint
 from aegis.checkpoint.store import EXPERT_FOLDERS, MANIFEST, RESIDENT, Store, expert_file, is_store
 from aegis.convert.build import (
+    ELSEWHERE,
     check_space,
     disk_errors,
     locked,
@@ -37,7 +39,7 @@ from aegis.convert.names import Resolved
 from aegis.convert.source_data import Streams, packed
 from aegis.convert.three_bit import write_3bit
 from aegis.convert.verify import verify
-from aegis.errors import StoreError
+from aegis.errors import CheckpointError, StoreError
 from aegis.kernels.base import Layout
 from aegis.kernels.sizes import RECORD_ALIGN, RESIDENT_ALIGN
 
@@ -74,13 +76,15 @@ def convert(
     checkpoint, resolved = resolve_checkpoint(Checkpoint.open(source))
     plan = layout_of(checkpoint, resolved, layout)
     identity = identity_of(checkpoint)
+    job = _Job(checkpoint, resolved, plan, experts3bit, progress, piece_nbytes)
+    hint = ELSEWHERE if replace_damaged else "choose a destination on another disk"
     prepare_parent(target)
-    with disk_errors(target.parent), locked(target):
-        remove_leftovers(target)
+    with disk_errors(target.parent, hint), locked(target, job.report_nothing) as alone:
+        if alone:
+            remove_leftovers(target.parent, target)
         found = _existing(target, layout, identity, replace_damaged)
         if found is None:
-            job = _Job(checkpoint, resolved, plan, experts3bit, progress, piece_nbytes)
-            check_space(target.parent, job.total_nbytes)
+            check_space(target.parent, job.disk_nbytes, hint)
             with partial_folder(target, replace_damaged) as folder:
                 job.write(folder, identity)
             found = Store.open(target)
@@ -90,18 +94,35 @@ def convert(
     return found
 
 
+def is_damage(error: StoreError) -> bool:
+    """Whether it is the store that is wrong, rather than a process that may not read it now."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno not in (errno.EIO, errno.ENOTDIR):
+            return False
+        cause = cause.__cause__
+    return True
+
+
 def _existing(target: Path, layout: Layout, identity: str, replace_damaged: bool) -> Store | None:
     """The store that is already there, if it is the one wanted; None: it has to be made."""
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return None
-    try:
-        if not is_store(target):
-            raise StoreError(f"{target} exists and is not a store; choose another destination")
-        store = Store.open(target)
-    except StoreError:
+    if not is_store(target):
         if replace_damaged:
             return None
-        raise
+        raise StoreError(f"{target} exists and is not a store; choose another destination")
+    try:
+        store = Store.open(target)
+    except StoreError as error:
+        if not is_damage(error):
+            raise
+        if replace_damaged:
+            return None
+        raise StoreError(
+            f"{target} holds a store that cannot be used; remove it or choose another destination"
+            f" ({error})"
+        ) from error
     if store.layout.layout != layout or store.manifest.source.get("identity") != identity:
         raise StoreError(
             f"{target} holds the store of another checkpoint or layout; remove it or choose"
@@ -130,6 +151,17 @@ class _Job:
         self._done = 0
         kinds = plan.experts_nbytes() + (plan.experts_nbytes("3bit") if experts3bit else 0)
         self.total_nbytes = plan.resident_file_nbytes + kinds
+        self._copied = {
+            name: path
+            for name in COPIED_FILES
+            if (path := checkpoint.path / name).is_file()
+            and path.stat().st_size <= _COPIED_LIMIT_NBYTES
+        }
+        self.disk_nbytes = self.total_nbytes + sum(p.stat().st_size for p in self._copied.values())
+
+    def report_nothing(self) -> None:
+        """Show that it has not begun."""
+        self._report(0)
 
     def _report(self, nbytes: int) -> None:
         self._done += nbytes
@@ -137,13 +169,21 @@ class _Job:
             self._progress(self._done, self.total_nbytes)
 
     def write(self, folder: Path, identity: str) -> None:
-        """Write every file of the store; store.json comes last."""
+        """Write every file of the store; store.json comes last.
+
+        Raises:
+            CheckpointError: the checkpoint was changed meanwhile.
+        """
         files = self._copy_files(folder)
         with Streams(self._piece_nbytes) as streams:
             resident = self._write_resident(folder, streams)
             experts = self._write_experts(folder, streams)
         source: dict[str, Any] = {"name": self._checkpoint.path.resolve().name}
         source["identity"] = identity
+        if identity_of(self._checkpoint) != identity:
+            raise CheckpointError(
+                f"{self._checkpoint.path} was changed while it was converted; convert it again"
+            )
         manifest = Manifest(self._plan, resident, experts, files=files, source=source)
         write_file(folder / MANIFEST, encode(manifest))
         if self._experts3bit:
@@ -153,12 +193,7 @@ class _Job:
             )
 
     def _copy_files(self, folder: Path) -> dict[str, tuple[int, int]]:
-        files = {}
-        for name in COPIED_FILES:
-            source = self._checkpoint.path / name
-            if source.is_file() and source.stat().st_size <= _COPIED_LIMIT_NBYTES:
-                files[name] = copy_file(source, folder / name)
-        return files
+        return {name: copy_file(path, folder / name) for name, path in self._copied.items()}
 
     def _write_resident(self, folder: Path, streams: Streams) -> dict[str, int]:
         checksums = {}

@@ -53,7 +53,15 @@ def _update(digest: hashlib._Hash, file: Path, timed: bool) -> None:
         expect_random_reads(fd)
         step = max(_SAMPLE_NBYTES, status.st_size // _SAMPLES)
         for offset in range(0, status.st_size, step):
-            digest.update(os.pread(fd, _SAMPLE_NBYTES, offset))
+            digest.update(_sample(fd, min(_SAMPLE_NBYTES, status.st_size - offset), offset))
         drop_pages(fd)
     finally:
         os.close(fd)
+
+
+def _sample(fd: int, nbytes: int, offset: int) -> bytes:
+    """A read may bring less than there is: then another one goes on."""
+    data = b""
+    while len(data) < nbytes and (more := os.pread(fd, nbytes - len(data), offset + len(data))):
+        data += more
+    return data

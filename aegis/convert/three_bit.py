@@ -59,7 +59,7 @@ def write_3bit(store: Store, progress: Callable[[int, int], None] | None = None)
     if layout.experts_3bit is None:
         raise StoreError(f"{store.path} has no 4-bit experts to derive 3-bit ones from")
     target = store.path / EXPERT_FOLDERS["3bit"]
-    remove_leftovers(target)
+    remove_leftovers(store.path, target)
     total = layout.experts_nbytes("3bit")
     check_space(store.path, total)
     checksums = []

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from aegis.checkpoint.fileio import drop_pages, open_uncached
+from aegis.checkpoint.fileio import leave_direct, open_uncached
+from aegis.checkpoint.pagecache import drop_pages, expect_random_reads
 from aegis.errors import ReadError
 from aegis.kernels.sizes import align_up
 
@@ -29,6 +30,8 @@ class DiskEmbedding:
         self._piece = align_up(embedding.row_nbytes, _ALIGN) + _ALIGN
         self._buffer = buffer
         self._fd, self._direct = open_uncached(self._file, os.O_RDONLY)
+        if not self._direct:
+            expect_random_reads(self._fd)
         self._file_nbytes = os.fstat(self._fd).st_size
 
     def __call__(self, ids: NDArray[np.int32]) -> Array:
@@ -48,17 +51,27 @@ class DiskEmbedding:
 
     def _read(self, piece: NDArray[np.uint8], start: int, needed: int) -> None:
         want = min(align_up(needed, _ALIGN), self._file_nbytes - start)
-        try:
-            got = os.preadv(self._fd, [piece[: align_up(want, _ALIGN)].data], start)
-        except OSError as error:
-            raise ReadError(f"{self._file} cannot be read at {start}: {error.strerror}") from error
-        if got < needed:
-            raise ReadError(
-                f"{self._file} ended at {start + got}, but a row of the embedding table goes on to"
-                f" {start + needed}; convert the model again"
-            )
+        got = 0
+        while got < needed:
+            more = self._read_some(piece[got : align_up(want, _ALIGN)], start + got)
+            if not more:
+                raise ReadError(
+                    f"{self._file} ended at {start + got}, but a row of the embedding table goes on"
+                    f" to {start + needed}; convert the model again"
+                )
+            got += more
         if not self._direct:
             drop_pages(self._fd, start, want)
+
+    def _read_some(self, out: NDArray[np.uint8], start: int) -> int:
+        if self._direct and start % _ALIGN:
+            # Behind a short read: direct ones begin on whole pages.
+            leave_direct(self._fd)
+            self._direct = False
+        try:
+            return os.preadv(self._fd, [out.data], start)
+        except OSError as error:
+            raise ReadError(f"{self._file} cannot be read at {start}: {error.strerror}") from error
 
     def close(self) -> None:
         """Close the file."""

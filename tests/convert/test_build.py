@@ -73,12 +73,12 @@ def test_the_lock_is_held_by_one_at_a_time_and_leaves_no_file(tmp_path: Path) ->
 
 
 def test_leftovers_of_the_dead_are_removed_and_of_the_living_kept(tmp_path: Path) -> None:
-    for name in (".d.partial-1-aa", ".dead.partial-2-bb", ".alive.partial-3-cc"):
+    for name in (".d.partial-1-aaaaaaaa", ".dead.partial-2-bbbbbbbb", ".alive.partial-3-cccccccc"):
         (tmp_path / name).mkdir()
     (tmp_path / ".dead.lock").touch()
     with locked(tmp_path / "alive"), locked(tmp_path / "d"):
-        remove_leftovers(tmp_path / "d")
-        assert names(tmp_path) == [".alive.lock", ".alive.partial-3-cc", ".d.lock"]
+        remove_leftovers(tmp_path, tmp_path / "d")
+        assert names(tmp_path) == [".alive.lock", ".alive.partial-3-cccccccc", ".d.lock"]
 
 
 def test_a_build_larger_than_the_disk_is_refused(tmp_path: Path) -> None:

@@ -329,7 +329,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
 def test_a_disk_that_fills_up_gives_a_sentence_and_leaves_nothing(
     tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(convert_module, "check_space", lambda folder, needed: None)
+    monkeypatch.setattr(convert_module, "check_space", lambda *asked: None)
     with pytest.raises(StoreError, match=r"the disk of .* is full"):
         convert(write_checkpoint(tmp_path / "m"), small_disk / "s")
     assert list(small_disk.iterdir()) == []
