@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from aegis.checkpoint.config import tokenizer_nbytes
 from aegis.checkpoint.plainfile import FileDamageError, read_regular
 from aegis.errors import TokenizerError
+from aegis.text import library
 
 # A thread pool would take memory outside the plan; both are read when tokenizers first needs one.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -44,6 +45,7 @@ _OPTIONS = (
     "byte_fallback",
     "ignore_merges",
 )
+_ADDED = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 _CACHED_WORDS = 1024  # the library's default of 10000 is some MiB; a prompt is encoded once
 _LINES_AT_ONCE = 4096
 
@@ -58,24 +60,37 @@ def load(path: Path) -> tokenizers.Tokenizer:
         data = read_regular(path, tokenizer_nbytes(path.parent))
     except (FileNotFoundError, FileDamageError) as error:
         raise TokenizerError(f"{path} {error}; download it again") from error
-    try:
-        with tempfile.TemporaryDirectory(prefix="aegis-") as folder:
-            head = _split(data, Path(folder))
-            del data
-            return _assemble(head, Path(folder))
-    except (_OtherPathError, OSError):
-        return _load_whole(path)
+    with (
+        library.quiet(),
+        library.failures_say(f"{path} is not a tokenizer that can be read", "download it again"),
+    ):
+        try:
+            with tempfile.TemporaryDirectory(prefix="aegis-") as folder:
+                head = _split(data, Path(folder))
+                del data
+                tokenizer = _assemble(head, Path(folder))
+        except (_OtherPathError, OSError):
+            tokenizer = _load_whole(path)
+        _probe(path, tokenizer)
+        return tokenizer
+
+
+def _probe(path: Path, tokenizer: tokenizers.Tokenizer) -> None:
+    """Encode and decode a little: some damage shows only then."""
+    if not tokenizer.get_vocab_size():
+        raise TokenizerError(f"{path} has no tokens; download it again")
+    some = tokenizer.id_to_token(0) or "a"
+    bare = tokenizer.encode(some, add_special_tokens=False)
+    whole = tokenizer.encode(some)
+    if bare.ids and not set(bare.ids) <= set(whole.ids):
+        raise TokenizerError(f"{path} loses text (its post_processor); download it again")
+    tokenizer.decode(whole.ids)
 
 
 def _load_whole(path: Path) -> tokenizers.Tokenizer:
     from tokenizers import Tokenizer
 
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise TokenizerError(
-            f"{path} is not a tokenizer that can be read ({error}); download it again"
-        ) from error
+    tokenizer = Tokenizer.from_file(str(path))
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -152,10 +167,13 @@ def _assemble(head: dict[str, Any], folder: Path) -> tokenizers.Tokenizer:
             **options,
         )
         tokenizer.add_tokens(
-            [AddedToken(**{k: v for k, v in token.items() if k != "id"}) for token in declared]
+            [AddedToken(**{k: token[k] for k in _ADDED if k in token}) for token in declared]
         )
-    except Exception as error:  # the library raises bare Exception; its own reader has the say
-        raise _OtherPathError from error
-    if any(tokenizer.token_to_id(token["content"]) != token["id"] for token in declared):
+        moved = any(tokenizer.token_to_id(token["content"]) != token["id"] for token in declared)
+    except BaseException as error:
+        if not library.is_failure(error):
+            raise
+        raise _OtherPathError from error  # its own reader has the say
+    if moved:
         raise _OtherPathError
     return tokenizer
