@@ -6,6 +6,7 @@ The engine hands over plain ints (``PlanRequest``) and gets a ``MemoryPlan`` bac
 from aegis.planner.footprint import PlanRequest, PrefillOption
 from aegis.planner.ledger import LedgerRow, make_ledger
 from aegis.planner.plan import MemoryPlan, make_plan
+from aegis.planner.surroundings import Surroundings
 from aegis.planner.sweep import sweep_plans
 from aegis.planner.units import format_size, parse_caps, parse_size
 
@@ -14,6 +15,7 @@ __all__ = [
     "MemoryPlan",
     "PlanRequest",
     "PrefillOption",
+    "Surroundings",
     "format_size",
     "make_ledger",
     "make_plan",

@@ -26,7 +26,7 @@ def align(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def explain_plan(plan: MemoryPlan) -> list[str]:
-    """The plan as a table: one line per item that takes memory, then the sum and the cap."""
+    """The plan as a table: one line per item that takes memory, the sum, the cap, and warnings."""
     remarks = {
         "workspace": f"prefill {plan.prefill_step} tokens at a time",
         "embedding_rows": "the table stays on disk",
@@ -41,9 +41,10 @@ def explain_plan(plan: MemoryPlan) -> list[str]:
     rows.append(["total", format_size(plan.total_nbytes)])
     left = f"{format_size(plan.unused_nbytes)} unused"
     if not plan.feasible:
-        left = f"{format_size(plan.shortage_nbytes)} short of the smallest that opens"
+        left = plan.shortfall
     rows.append(["cap", format_size(plan.cap_nbytes), left])
-    return align([["memory plan", ""], *rows])
+    warnings = [f"warning: {sentence}" for sentence in plan.warnings]
+    return [*align([["memory plan", ""], *rows]), *warnings]
 
 
 def explain_ledger(rows: Sequence[LedgerRow]) -> list[str]:

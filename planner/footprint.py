@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Literal
 
+from aegis.planner.surroundings import NO_BOUND, Surroundings
+
 EmbeddingMode = Literal["auto", "ram", "disk"]
 EmbeddingPlace = Literal["ram", "disk"]
 Item = tuple[str, int]
@@ -61,6 +63,7 @@ class PlanRequest:
     logits_nbytes: int = 0
     io_nbytes: int = 0
     reserve_nbytes: int = 0
+    around: Surroundings = NO_BOUND
 
     def __post_init__(self) -> None:
         """Refuse values that no plan could honour."""

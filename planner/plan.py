@@ -1,8 +1,8 @@
 """The MemoryPlan: every byte under the cap, decided before anything large is allocated.
 
 Rules, all of them exact in bytes:
-- A plan fits if and only if the cap is at least ``min_cap_nbytes``, and the number of slots never
-  falls as the cap grows.
+- A plan fits if and only if the cap is at least ``min_cap_nbytes`` and what it takes exists here;
+  the number of slots never falls as the cap grows.
 - The prefill step is the largest whose workspace takes at most an eighth of what the fixed items
   leave (or that still lets every expert have a slot). Just above the cap where a step becomes
   affordable it would cost slots, so the smaller step and the slot count are held until the larger
@@ -25,6 +25,7 @@ from aegis.planner.footprint import (
     fixed_nbytes,
     item_label,
 )
+from aegis.planner.surroundings import NO_BOUND, Surroundings
 from aegis.planner.units import format_size
 
 WORKSPACE_SHARE = 8
@@ -50,6 +51,7 @@ class MemoryPlan:
     min_cap_nbytes: int
     """The smallest cap that opens."""
     load_peak_nbytes: int
+    around: Surroundings = NO_BOUND
 
     @property
     def borrowed_slots(self) -> int:
@@ -76,6 +78,21 @@ class MemoryPlan:
         """How many bytes the cap is short of the smallest plan; 0 where it fits."""
         return max(0, self.min_cap_nbytes - self.cap_nbytes)
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Sentences for people about a plan that fits, given what else there is here."""
+        if not self.feasible:
+            return ()
+        reserve = dict(self.items)["runtime_reserve"]
+        return self.around.warnings(self.cap_nbytes, self.total_nbytes, reserve)
+
+    @property
+    def shortfall(self) -> str:
+        """Why a plan does not fit, in a few words."""
+        if self.shortage_nbytes:
+            return f"{format_size(self.shortage_nbytes)} short of the smallest that opens"
+        return self.around.excess(self.total_nbytes)
+
     def to_json(self) -> dict[str, Any]:
         """The ``plan`` object of ``--json``."""
         return {
@@ -90,12 +107,17 @@ class MemoryPlan:
             "embedding": self.embedding,
             "total_nbytes": self.total_nbytes,
             "unused_nbytes": self.unused_nbytes,
+            "ceiling_nbytes": self.around.ceiling_nbytes,
+            "free_nbytes": self.around.free_nbytes,
+            "warnings": list(self.warnings),
         }
 
     def refusal(self) -> str:
         """One sentence: each item, what is short and the smallest cap that opens."""
         if self.feasible:
             raise ValueError("the plan fits: there is nothing to refuse")
+        if not self.shortage_nbytes:
+            return self.around.refusal(self.total_nbytes, self.min_cap_nbytes)
         return f"the plan does not fit the cap of {format_size(self.cap_nbytes)}: {self._reason()}"
 
     def _reason(self) -> str:
@@ -195,9 +217,10 @@ def _assemble(
         ("staging", staging * request.slot_nbytes),
         ("hot_tier", hot * request.slot_nbytes),
     ]
+    taken = sum(nbytes for _, nbytes in items)
     return MemoryPlan(
         cap_nbytes=request.cap_nbytes,
-        feasible=request.cap_nbytes >= min_cap_nbytes,
+        feasible=request.cap_nbytes >= min_cap_nbytes and request.around.holds(taken),
         items=tuple(items),
         slots=hot,
         staging_slots=staging,
@@ -206,4 +229,5 @@ def _assemble(
         embedding=place,
         min_cap_nbytes=min_cap_nbytes,
         load_peak_nbytes=request.load_peak_nbytes,
+        around=request.around,
     )

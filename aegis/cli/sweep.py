@@ -106,7 +106,8 @@ def _rows(
             "min_cap_nbytes": plan.min_cap_nbytes,
         }
         if not plan.feasible:
-            yield row, None
+            smallest = f"the smallest is {plan.min_cap_nbytes}B"
+            yield row | {"reason": smallest if plan.shortage_nbytes else plan.shortfall}, None
             continue
         if options["verbose"]:
             note(f"running at {format_size(cap)}")
@@ -168,7 +169,7 @@ def _spread(folder: Path, options: Options) -> tuple[int, ...]:
 def _row_text(row: dict[str, Any]) -> str:
     cap = format_size(row["cap_nbytes"])
     if not row["feasible"]:
-        return f"{cap:>{_WIDTHS[0]}}  does not fit: the smallest is {row['min_cap_nbytes']}B"
+        return f"{cap:>{_WIDTHS[0]}}  does not fit: {row['reason']}"
     return _line(
         (
             cap,

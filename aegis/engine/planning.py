@@ -5,18 +5,21 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from mmap import PAGESIZE
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from aegis.checkpoint.config import tokenizer_nbytes
+from aegis.engine.limits import MemoryLimits, memory_limits
+from aegis.engine.memory import resident_nbytes
 from aegis.errors import BackendError, UsageError
 from aegis.kernels import registry
 from aegis.kernels.base import BackendUnavailableError, WorkspaceSpec
 from aegis.kernels.sizes import align_up
 from aegis.kernels.threads import default_threads, usable_processors
 from aegis.models import check_layout, family
-from aegis.planner import MemoryPlan, PlanRequest, PrefillOption, parse_size
+from aegis.planner import MemoryPlan, PlanRequest, PrefillOption, Surroundings, parse_size
 from aegis.planner import make_plan as plan_request
 from aegis.settings import (
     ALIGNMENT_NBYTES,
@@ -153,6 +156,22 @@ def resolve(
     return Request(settings, backend, threads, context, shape, layout, tokenizer)
 
 
+def surroundings(limits: MemoryLimits, runtime_nbytes: int) -> Surroundings:
+    """What the machine and the containers around us let a plan have."""
+    ceiling, inside = limits.ceiling, limits.tightest
+    name = "this machine's memory"
+    if inside is not None and ceiling == inside.limit:
+        name = f"this container's memory ({inside.source})"
+    held = min(resident_nbytes(), runtime_nbytes)
+    return Surroundings(
+        # The kernel rounds a limit down to a page: a cap of just that limit is not above it.
+        ceiling_nbytes=None if ceiling is None else align_up(ceiling + 1, PAGESIZE) - 1,
+        ceiling=name,
+        # What this process holds of its runtime already is part of the plan.
+        free_nbytes=None if limits.free is None else limits.free + held,
+    )
+
+
 def request_plan(request: Request) -> MemoryPlan:
     """Size every item and spend the cap.
 
@@ -210,6 +229,7 @@ def _plan_request(request: Request) -> PlanRequest:
         logits_nbytes=logits,
         io_nbytes=IO_NBYTES,
         reserve_nbytes=_reserve_nbytes(request),
+        around=surroundings(memory_limits(), runtime.steady_nbytes),
     )
 
 
