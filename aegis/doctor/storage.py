@@ -6,15 +6,16 @@ import contextlib
 import errno
 import mmap
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
+from aegis.checkpoint.storage import MEMORY_FILE_SYSTEMS as MEMORY_FILE_SYSTEMS
+from aegis.checkpoint.storage import file_system as file_system
+from aegis.checkpoint.storage import nearest_folder as nearest_folder
+
 NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "fuse.sshfs")
 
-_ESCAPE = re.compile(r"\\([0-7]{3})")
 _PROBE_NBYTES = 4096
 
 
@@ -53,13 +54,6 @@ def inspect_storage(folder: Path, root: Path = Path("/")) -> Storage:
     )
 
 
-def nearest_folder(folder: Path) -> Path:
-    """``folder``, or the nearest parent that is there."""
-    folder = folder.absolute()
-    # Not Path.is_dir, which raises where a parent may not be looked into.
-    return next((path for path in (folder, *folder.parents) if os.path.isdir(path)), Path("/"))
-
-
 def _blocked(folder: Path) -> bool:
     """Whether something that is no folder lies where it, or one of its parents, should be."""
     places = (folder.absolute(), *folder.absolute().parents)
@@ -78,29 +72,6 @@ def free_nbytes(folder: Path) -> int | None:
     except OSError:
         return None
     return disk.f_bavail * disk.f_frsize
-
-
-def file_system(folder: Path, root: Path = Path("/")) -> str | None:
-    """The type of the mount that ``folder`` lies in."""
-    place, best, kind = str(folder.resolve()), -1, None
-    for mount, found in _mounts(root / "proc/self/mountinfo"):
-        inside = place == mount or place.startswith(mount.rstrip("/") + "/")
-        # Of mounts on top of each other the last one is seen.
-        if inside and len(mount) >= best:
-            best, kind = len(mount), found
-    return kind
-
-
-def _mounts(path: Path) -> Iterator[tuple[str, str]]:
-    try:
-        lines = path.read_text(errors="surrogateescape").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        place, _, rest = line.partition(" - ")
-        fields, kinds = place.split(" "), rest.split(" ")
-        if len(fields) > 4:
-            yield _ESCAPE.sub(lambda match: chr(int(match[1], 8)), fields[4]), kinds[0]
 
 
 def _count_stores(folder: Path) -> int:
