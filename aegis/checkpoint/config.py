@@ -249,6 +249,16 @@ def load_config(folder: Path) -> ModelConfig:
     return ModelConfig(read_json(path), str(path))
 
 
+_OTHER_VOCABULARIES = (
+    "tokenizer.model",
+    "tiktoken.model",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+)
+"""What transformers makes a tokenizer.json of."""
+
+
 def tokenizer_nbytes(folder: Path) -> int:
     """The size of a folder's tokenizer.json, from which follows what it takes in memory.
 
@@ -259,9 +269,15 @@ def tokenizer_nbytes(folder: Path) -> int:
     try:
         size = regular_nbytes(path)
     except FileNotFoundError:
+        remedy = "copy or download it into the folder"
+        if other := next((n for n in _OTHER_VOCABULARIES if (folder / n).exists()), None):
+            remedy = (
+                f"copy it there or write it from {other} with transformers:"
+                f" AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+            )
         raise TokenizerError(
             f"{path} is missing; a model folder needs the tokenizer.json it was published with, so"
-            " copy or download it into the folder"
+            f" {remedy}"
         ) from None
     except FileDamageError as error:
         raise TokenizerError(f"{path} {error}; download it again") from error

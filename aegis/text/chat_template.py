@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,6 @@ from aegis.errors import TokenizerError, UsageError
 
 if TYPE_CHECKING:
     from jinja2 import Template
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 Message = Mapping[str, Any]
 
@@ -21,8 +20,6 @@ _MAX_NBYTES = 16 << 20
 
 # Names a message's reasoning goes by; templates read the first, gpt-oss the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-# What running somebody else's template may raise besides jinja2's own errors.
-_RUN_ERRORS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 class ChatTemplate:
@@ -43,31 +40,39 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the prompt text for messages; variables are what else the template may read."""
-        from jinja2 import TemplateError, TemplateSyntaxError
+        from jinja2 import TemplateSyntaxError
+
+        from aegis.text.sandbox import EndlessTemplateError, bounded
 
         try:
-            return self._template().render(
-                {
-                    **(variables or {}),
-                    "messages": [_normalised(message) for message in messages],
-                    "tools": tools,
-                    "documents": documents,
-                    "add_generation_prompt": add_generation_prompt,
-                }
-            )
+            values = {
+                **plain(variables or {}),
+                "messages": [_normalised(message) for message in messages],
+                "tools": plain(tools),
+                "documents": plain(documents),
+                "add_generation_prompt": add_generation_prompt,
+            }
+            with bounded(values):
+                return self._template().render(values)
         except TemplateSyntaxError as error:
-            raise TokenizerError(
-                f"The chat template in {self.origin} is not valid Jinja (line {error.lineno}: "
-                f"{error.message}); pass another one with --chat-template"
-            ) from error
-        except (TemplateError, *_RUN_ERRORS) as error:
-            raise TokenizerError(
-                f"The chat template in {self.origin} refuses these messages: {error}"
-            ) from error
+            wrong = f"is not valid Jinja (line {error.lineno}: {error.message})"
+            raise self._failure(wrong) from error
+        except EndlessTemplateError as error:
+            wrong = f"does not come to an end with these messages: {error}"
+            raise self._failure(wrong) from error
+        except Exception as error:  # somebody else's program may raise anything
+            said = str(error) or type(error).__name__
+            raise self._failure(f"refuses these messages: {said}", hint=False) from error
+
+    def _failure(self, said: str, hint: bool = True) -> TokenizerError:
+        other = "; pass another one with --chat-template" * hint
+        return TokenizerError(" ".join(f"The chat template in {self.origin} {said}{other}".split()))
 
     def _template(self) -> Template:
         if self._compiled is None:
-            self._compiled = _environment().from_string(self.text)
+            from aegis.text.sandbox import ChatEnvironment
+
+            self._compiled = ChatEnvironment().from_string(self.text)
         return self._compiled
 
 
@@ -151,11 +156,13 @@ def _from_config(config: Mapping[str, Any], origin: str) -> dict[str, ChatTempla
         return {"default": ChatTemplate(value, origin)}
     try:
         named = value if isinstance(value, dict) else {t["name"]: t["template"] for t in value}
+        if not all(isinstance(part, str) for pair in named.items() for part in pair):
+            raise TypeError("a name or a template is no string")
     except (LookupError, TypeError) as error:
         raise TokenizerError(
             f"chat_template in {origin} must be a template or a list of name and template"
         ) from error
-    return {str(name): ChatTemplate(str(text), origin) for name, text in named.items()}
+    return {name: ChatTemplate(text, origin) for name, text in named.items()}
 
 
 def _overridden(override: str, found: Mapping[str, ChatTemplate]) -> ChatTemplate:
@@ -163,63 +170,53 @@ def _overridden(override: str, found: Mapping[str, ChatTemplate]) -> ChatTemplat
         return found[override]
     if "{" in override:
         return ChatTemplate(override, "--chat-template")
-    if Path(override).is_file():
-        return ChatTemplate(_read_text(Path(override)), override)
+    with contextlib.suppress(OSError):  # a name longer than a file system has
+        if Path(override).is_file():
+            return ChatTemplate(_read_text(Path(override)), override)
     raise UsageError(
         f"--chat-template {override!r} is neither a file, nor the name of one of the model's "
         "templates, nor a Jinja template"
     )
 
 
+def plain(value: Any) -> Any:
+    """Return value made of what JSON has, which is all that a template should meet.
+
+    Data classes and pydantic models become mappings; of anything else only the type's name is left.
+
+    Raises:
+        UsageError: it is nested too deep, or contains itself.
+    """
+    try:
+        return _plain(value)
+    except RecursionError:
+        raise UsageError("the messages are nested too deep; give plain text as content") from None
+
+
+def _plain(value: Any) -> Any:
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)  # what an enumeration holds, not its name
+    if isinstance(value, int | float):
+        return int.__int__(value) if isinstance(value, int) else float.__float__(value)
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, type):
+        return f"<{type(value).__name__}>"
+    if is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if callable(getattr(value, "model_dump", None)):
+        return _plain(value.model_dump())
+    return f"<{type(value).__name__}>"
+
+
 def _normalised(message: Message) -> dict[str, Any]:
     """Drop keys set to None, which templates would print, and give reasoning its known names."""
-    known = {key: value for key, value in message.items() if value is not None}
+    known = {key: plain(value) for key, value in message.items() if value is not None}
     reasoning = next((known[name] for name in _REASONING if name in known), None)
     if reasoning is None:
         return known
     return {"thinking": reasoning, **known, "reasoning_content": reasoning}
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    from jinja2 import TemplateError, nodes
-    from jinja2.ext import Extension
-    from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """{% generation %} marks what the model wrote, for training; here it only groups."""
-
-        tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as a plain attribute
-
-        def parse(self, parser: Parser) -> nodes.Node:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(body, lineno=line)
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """The tojson filter without jinja2's HTML escaping, which models never saw in training."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )

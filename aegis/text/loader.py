@@ -8,6 +8,7 @@ not fit this scheme (other models, merges that contain blanks) goes through the 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -48,6 +49,7 @@ _OPTIONS = (
 _ADDED = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 _CACHED_WORDS = 1024  # the library's default of 10000 is some MiB; a prompt is encoded once
 _LINES_AT_ONCE = 4096
+_PROBE = "Two words, \n é 🎉 12"
 
 
 class _OtherPathError(Exception):
@@ -79,12 +81,9 @@ def _probe(path: Path, tokenizer: tokenizers.Tokenizer) -> None:
     """Encode and decode a little: some damage shows only then."""
     if not tokenizer.get_vocab_size():
         raise TokenizerError(f"{path} has no tokens; download it again")
-    some = tokenizer.id_to_token(0) or "a"
-    bare = tokenizer.encode(some, add_special_tokens=False)
-    whole = tokenizer.encode(some)
-    if bare.ids and not set(bare.ids) <= set(whole.ids):
-        raise TokenizerError(f"{path} loses text (its post_processor); download it again")
-    tokenizer.decode(whole.ids)
+    tokenizer.decode(tokenizer.encode(tokenizer.id_to_token(0) or "a").ids)
+    with contextlib.suppress(Exception):  # a vocabulary may lack these; a panic passes
+        tokenizer.encode_batch_fast([_PROBE], add_special_tokens=False)
 
 
 def _load_whole(path: Path) -> tokenizers.Tokenizer:

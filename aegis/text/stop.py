@@ -7,6 +7,35 @@ from collections.abc import Iterable
 from aegis.errors import UsageError
 
 
+def stop_strings(stops: str | Iterable[str] | None) -> tuple[str, ...]:
+    """Return stop strings as users give them: none, one, or several, each at least a character.
+
+    Raises:
+        UsageError: one of them is empty or no string.
+    """
+    if stops is None or isinstance(stops, str):
+        stops = () if stops is None else (stops,)
+    distinct = tuple(dict.fromkeys(stops))
+    for stop in distinct:
+        if not isinstance(stop, str):
+            raise UsageError(f"stop must be a string or several strings, got {stop!r}")
+        if not stop:
+            raise UsageError("A stop string is empty; give at least one character or leave it out.")
+    return distinct
+
+
+def overlap(text: str, wholes: Iterable[str]) -> int:
+    """Length of the longest end of text that begins one of wholes without being all of it."""
+    longest = 0
+    for whole in wholes:
+        at = max(0, len(text) - len(whole) + 1)
+        while len(text) - at > longest and (at := text.find(whole[0], at)) >= 0:
+            if whole.startswith(text[at:]):
+                longest = max(longest, len(text) - at)
+            at += 1
+    return longest
+
+
 class StopMatcher:
     """Cuts a stream before the first stop string that is complete in it.
 
@@ -14,10 +43,8 @@ class StopMatcher:
     into pieces; of two that end together the one that starts earlier wins.
     """
 
-    def __init__(self, stops: Iterable[str] = ()) -> None:
-        self.stops = tuple(dict.fromkeys(stops))
-        if "" in self.stops:
-            raise UsageError("A stop string is empty; give at least one character or leave it out.")
+    def __init__(self, stops: str | Iterable[str] | None = ()) -> None:
+        self.stops = stop_strings(stops)
         self.matched: str | None = None
         """The stop string that ended the stream, once one did."""
         self._held = ""
@@ -36,7 +63,7 @@ class StopMatcher:
             _, start, self.matched = min(found)
             self._held = ""
             return window[:start], True
-        keep = self._pending(window)
+        keep = overlap(window, self.stops)
         self._held = window[len(window) - keep :]
         return window[: len(window) - keep], False
 
@@ -44,12 +71,3 @@ class StopMatcher:
         """Return the text still held back; the stream ended without completing a stop string."""
         held, self._held = self._held, ""
         return held
-
-    def _pending(self, window: str) -> int:
-        """Length of the longest end of window that begins a stop string."""
-        longest = max((len(stop) - 1 for stop in self.stops), default=0)
-        for size in range(min(longest, len(window)), 0, -1):
-            tail = window[len(window) - size :]
-            if any(stop.startswith(tail) for stop in self.stops):
-                return size
-        return 0

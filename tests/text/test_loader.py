@@ -85,6 +85,15 @@ def test_a_missing_file_is_named_with_the_remedy(tmp_path: Path) -> None:
         loader.load(tmp_path / "tokenizer.json")
 
 
+@pytest.mark.parametrize("other", ["tokenizer.model", "vocab.json", "tiktoken.model"])
+def test_other_vocabularies_are_named_with_a_way_to_a_tokenizer_json(
+    tmp_path: Path, other: str
+) -> None:
+    (tmp_path / other).touch()
+    with pytest.raises(TokenizerError, match=rf"write it from {other} with transformers: Auto"):
+        loader.load(tmp_path / "tokenizer.json")
+
+
 @pytest.mark.parametrize("keep", [0, 100, 3000, -20])
 def test_a_cut_off_file_is_refused(
     make_folder: Callable[..., Path], byte_level: Tokenizer, keep: int

@@ -13,6 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
+from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
 
 from aegis.errors import TokenizerError
 from aegis.text.tokenizer import Tokenizer
@@ -63,16 +65,16 @@ def test_an_end_token_that_is_no_id_is_refused(
         Tokenizer.open(folder)
 
 
-def test_the_special_tokens_map_fills_in_missing_names(
+def test_the_special_tokens_map_has_the_last_word_on_names_where_no_tokens_are_listed(
     make_folder: Callable[..., Path], byte_level: Backend
 ) -> None:
-    folder = make_folder(
-        byte_level,
-        special_tokens_map={"bos_token": "<|im_start|>", "eos_token": "<|im_start|>"},
-        tokenizer_config={"bos_token": None, "eos_token": {"content": "</s>", "lstrip": False}},
-    )
-    tokenizer = Tokenizer.open(folder)
-    assert tokenizer.special_tokens == {"bos_token": "<|im_start|>", "eos_token": "</s>"}
+    config = {"bos_token": None, "eos_token": {"content": "</s>", "lstrip": False}}
+    names = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+    folder = make_folder(byte_level, special_tokens_map=names, tokenizer_config=config)
+    assert Tokenizer.open(folder).special_tokens == names
+    listed = {"256": {"content": "<|im_start|>", "special": True}}
+    folder = make_folder(byte_level, tokenizer_config={**config, "added_tokens_decoder": listed})
+    assert Tokenizer.open(folder).special_tokens == {"eos_token": "</s>"}
 
 
 def test_tokens_only_the_config_names_are_added_where_the_model_has_rows(
@@ -109,17 +111,28 @@ def test_added_tokens_that_cannot_be_read_are_refused(
         Tokenizer.open(folder)
 
 
-def test_bos_and_eos_come_from_the_post_processor_and_the_flags_once(
+def test_bos_and_eos_come_from_the_post_processor_alone(
     make_folder: Callable[..., Path], llama_like: Backend
 ) -> None:
     names = {"bos_token": "<s>", "eos_token": "</s>"}
-    plain = Tokenizer.open(make_folder(llama_like, tokenizer_config=names))
-    both = {**names, "add_bos_token": True, "add_eos_token": True}
-    marked = Tokenizer.open(make_folder(llama_like, tokenizer_config=both))
-    assert plain.encode("he") == llama_like.encode("he").ids
-    assert plain.encode("he", add_special_tokens=False) == plain.encode("he")[1:]
-    assert marked.encode("he") == [*plain.encode("he"), 2]
-    assert plain.encode("") == [1]
+    flags = {**names, "add_bos_token": False, "add_eos_token": True}
+    for config in (names, flags):
+        tokenizer = Tokenizer.open(make_folder(llama_like, tokenizer_config=config))
+        assert tokenizer.encode("he") == llama_like.encode("he").ids
+        assert tokenizer.encode("he", add_special_tokens=False) == tokenizer.encode("he")[1:]
+        assert tokenizer.encode("") == [1]
+
+
+def test_a_bos_is_put_before_text_whatever_the_vocabulary_holds(
+    make_folder: Callable[..., Path],
+) -> None:
+    backend = Backend(BPE(vocab={"<s>": 0, "b": 1, "</s>": 2}, merges=[]))
+    backend.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+    )
+    tokenizer = Tokenizer.open(make_folder(backend))
+    assert tokenizer.encode("b") == [0, 1, 2]
+    assert tokenizer.encode("b", parse_special=False) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "llama_metaspace", "llama_prepend", "unigram"])
@@ -139,8 +152,22 @@ def test_raw_text_parses_control_tokens_only_where_asked(embedded: Tokenizer) ->
     assert embedded.decode(spelled) == text
 
 
-def test_undecodable_bytes_of_a_command_line_do_not_stop_encoding(embedded: Tokenizer) -> None:
-    assert embedded.encode("a\udcff") == embedded.encode("a?")
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("a\udcff", "a\ufffd"),  # a byte that is no UTF-8, from a command line
+        ("\udce2\udc82\udcac", "€"),  # bytes that are, but came one by one
+        ("\udce2\udc82!", "\ufffd!"),  # as text from a pipe is read
+        ("\ud83d\ude00 \ud83d", "😀 \ufffd"),  # halves of a pair, from JSON
+    ],
+)
+def test_text_that_utf8_cannot_hold_is_encoded_as_what_it_meant(
+    embedded: Tokenizer, given: str, meant: str
+) -> None:
+    assert embedded.encode(given) == embedded.encode(meant)
+    assert embedded.encode(given, parse_special=False) == embedded.encode(meant)
+    chats = [[{"role": "user", "content": text + "<|im_end|>"}] for text in (given, meant)]
+    assert embedded.encode_chat(chats[0]) == embedded.encode_chat(chats[1])
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config", "generation_config", "config"])
@@ -149,10 +176,10 @@ def test_a_garbled_config_file_is_named(
 ) -> None:
     folder = make_folder(byte_level)
     (folder / f"{name}.json").write_text('{"a":')
-    with pytest.raises(TokenizerError, match=rf"{name}\.json cannot be read as JSON"):
+    with pytest.raises(TokenizerError, match=rf"{name}\.json is not valid JSON"):
         Tokenizer.open(folder)
     (folder / f"{name}.json").write_text("[]")
-    with pytest.raises(TokenizerError, match=rf"{name}\.json must hold a JSON object"):
+    with pytest.raises(TokenizerError, match=rf"{name}\.json holds a list; expected a JSON object"):
         Tokenizer.open(folder)
 
 
