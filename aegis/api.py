@@ -80,6 +80,27 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
     return [whole(item) for item in prompt]
 
 
+def _refuse_far_too_long(model: Engine, prompt: Prompt) -> None:
+    """Before a copy of the prompt, or what encoding it takes, goes beyond the plan."""
+    if isinstance(prompt, str):
+        model.refuse_far_too_long([prompt])
+    elif len(prompt) and not isinstance(prompt[0], dict):
+        if len(prompt) > model.context:
+            raise model.too_long(len(prompt))
+    else:
+        model.refuse_far_too_long(message_texts(prompt))
+
+
+def message_texts(messages: Sequence[Any]) -> list[str]:
+    """The contents of chat messages, which every template renders; parts of a list count too."""
+    texts = []
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        parts = content if isinstance(content, list) else [content]
+        texts += [part.get("text") if isinstance(part, dict) else part for part in parts]
+    return [text for text in texts if isinstance(text, str)]
+
+
 def stream_generate(
     model: Engine,
     tokenizer: Tokenizer,
@@ -101,6 +122,7 @@ def stream_generate(
     from aegis.engine.memory import peak_nbytes
     from aegis.engine.sampling import Sampler
 
+    _refuse_far_too_long(model, prompt)
     ids = encode_prompt(tokenizer, prompt)
     clock = Clock.start(model, ids)
     sampler = sampler or Sampler(**sampling)

@@ -13,7 +13,7 @@ Rules, all of them exact in bytes:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from aegis.planner.footprint import (
@@ -51,7 +51,8 @@ class MemoryPlan:
     min_cap_nbytes: int
     """The smallest cap that opens."""
     load_peak_nbytes: int
-    around: Surroundings = NO_BOUND
+    around: Surroundings = field(default=NO_BOUND, compare=False)
+    """Two plans that spend memory alike are equal whatever is free at the moment."""
 
     @property
     def borrowed_slots(self) -> int:

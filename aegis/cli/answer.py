@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from aegis.planner import MemoryPlan
 
 Messages = list[dict[str, str]]
-_SHORT = 2  # characters per token of the context that are no trouble, whatever they are
 
 
 @dataclass
@@ -96,20 +95,11 @@ def first_messages(options: Options) -> Messages:
 
 def prompt_ids(engine: Engine, prompt: str, options: Options) -> list[int]:
     """Token ids of a single prompt, through the chat template unless it goes raw."""
-    _refuse_far_too_long(engine, prompt)
+    engine.refuse_far_too_long([prompt])
     if options["raw"]:
         return engine.tokenizer.encode(prompt)
     messages = [*first_messages(options), {"role": "user", "content": prompt}]
     return engine.tokenizer.encode_chat(messages)
-
-
-def _refuse_far_too_long(engine: Engine, prompt: str) -> None:
-    """Before encoding it whole takes more memory than the plan has for a prompt."""
-    if len(prompt) <= _SHORT * engine.context:
-        return
-    about = engine.tokenizer.estimate(prompt)
-    if about > 2 * engine.context:
-        raise engine.too_long(about, about=True)
 
 
 def generate(

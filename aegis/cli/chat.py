@@ -167,6 +167,7 @@ def _turn(
 
 
 def _turn_ids(engine: Engine, messages: Messages, options: Options) -> list[int]:
+    engine.refuse_far_too_long([message["content"] for message in messages])
     if options["raw"]:
         return engine.tokenizer.encode("\n".join(message["content"] for message in messages))
     return engine.tokenizer.encode_chat(messages)

@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     from aegis.text.tokenizer import Tokenizer
     from aegis.tiers.stats import TierStats
 
+_SHORT = 2
+"""Characters per token of the context that are no trouble, whatever they are."""
+_PIECE = 1 << 14
+"""Characters of a long text that are counted at once."""
+
 
 class Engine:
     """A model that is open: computes logits, likelihoods and tokens inside its memory plan.
@@ -148,7 +153,7 @@ class Engine:
 
         The last token is always computed, so that there is a state to return.
         """
-        if len(ids) > 1 and self._cached == list(ids[:-1]):
+        if 1 < len(ids) == len(self._cached) + 1 and self._cached == list(ids[:-1]):
             return self.feed_token(ids[-1])
         ids = self._check(ids)
         start = len(ids) - self.uncached(ids)
@@ -241,6 +246,28 @@ class Engine:
         return UsageError(
             f"{'about ' * about}{tokens} tokens do not fit the context of {self.context}; {remedy}"
         )
+
+    def refuse_far_too_long(self, texts: Sequence[str]) -> None:
+        """Before encoding it whole takes more memory than the plan has for a prompt.
+
+        Counts in pieces, and no further than is needed to be sure.
+
+        Raises:
+            UsageError: together the texts are more than twice as long as the context.
+        """
+        length = sum(map(len, texts))
+        if length <= _SHORT * self.context:
+            return
+        about = seen = 0
+        for text in texts:
+            for at in range(0, len(text), _PIECE):
+                piece = text[at : at + _PIECE]
+                about += self.tokenizer.estimate(piece)
+                seen += len(piece)
+                if about > 4 * self.context:
+                    raise self.too_long(about * length // seen, about=True)
+        if about > 2 * self.context:
+            raise self.too_long(about, about=True)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -44,6 +44,8 @@ def stream(
     max_tokens = whole(max_tokens, "max_tokens")
     if max_tokens < 0:
         raise UsageError(f"max_tokens is {max_tokens}; it cannot be negative")
+    if len(ids) > engine.context:
+        raise engine.too_long(len(ids))
     end_tokens = frozenset() if ignore_eos else engine.tokenizer.eos_token_ids
     history = list(ids)
     hidden = engine.feed(history)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -229,3 +231,74 @@ def test_every_public_name_is_there() -> None:
 def test_the_first_arguments_are_those_of_mlx_lm() -> None:
     for function in (generate, stream_generate):
         assert list(inspect.signature(function).parameters)[:3] == ["model", "tokenizer", "prompt"]
+
+
+LONG = "The quick brown fox jumps over the lazy dog. " * 20_000
+
+
+def test_a_prompt_far_too_long_is_refused_before_it_is_encoded(
+    chat: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = chat
+    longest = 0
+    encode = Tokenizer.encode
+
+    def measured(self: Tokenizer, text: str, **options: Any) -> list[int]:
+        nonlocal longest
+        longest = max(longest, len(text))
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", measured)
+    prompts: list[Any] = [
+        LONG,
+        [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": LONG}],
+        [{"role": "user", "content": [{"type": "text", "text": LONG}]}],
+        [{"role": "user", "content": [LONG, None]}],
+    ]
+    for prompt in prompts:
+        with pytest.raises(UsageError, match=r"about \d+ tokens do not fit the context of 256"):
+            generate(model, tokenizer, prompt, max_tokens=1)
+    assert longest <= 1 << 14
+
+
+@pytest.mark.parametrize("many", [257, 10_000_000])
+def test_more_token_ids_than_the_context_are_refused_before_they_are_copied(
+    chat: Loaded, many: int
+) -> None:
+    model, tokenizer = chat
+    ids = range(many)  # a copy of these would take 80 MB and more
+    for call in (
+        lambda: generate(model, tokenizer, ids),
+        lambda: list(model.generate(ids)),
+        lambda: model.score(ids),
+        lambda: model.nll(ids),
+        lambda: model.feed(ids),
+    ):
+        with (
+            peak_of_python(2 << 20),
+            pytest.raises(UsageError, match=f"^{many} tokens do not fit the context of 256"),
+        ):
+            call()
+
+
+@contextlib.contextmanager
+def peak_of_python(bound: int) -> Iterator[None]:
+    """Python allocates less than ``bound`` at any time in the block."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < bound
+    finally:
+        tracemalloc.stop()
+
+
+def test_about_how_long_a_refused_prompt_is_comes_close(chat: Loaded) -> None:
+    model, tokenizer = chat
+    for text in (LONG, LONG[:6000] + "\u4e16\u754c" * 3000):
+        exact = len(tokenizer.encode(text))
+        with pytest.raises(UsageError) as told:
+            model.refuse_far_too_long([text])
+        about = int(str(told.value).split()[1])
+        assert 0.5 * exact < about < 2 * exact
+    model.refuse_far_too_long(["ab" * 256])
+    model.refuse_far_too_long(["a" * 800])

@@ -120,6 +120,31 @@ def test_a_prompt_far_too_long_is_refused_inside_the_cap(
     assert (result.rc, result.oom_kills) == (2, 0), result.stderr
 
 
+LONG = """
+import sys
+from aegis import Engine, generate
+from aegis.errors import UsageError
+text = "The quick brown fox jumps. " * 200_000
+with Engine.open(cap=int(sys.argv[1]), context=1024) as engine:
+    for prompt in (text, [{"role": "user", "content": text}]):
+        try:
+            generate(engine, engine.tokenizer, prompt)
+        except UsageError as error:
+            print("do not fit the context" in str(error))
+"""
+
+
+def test_a_prompt_far_too_long_is_refused_inside_the_cap_in_python_too(
+    cli: Cli, smallest_cap: int
+) -> None:
+    # The text itself is the caller's, so it has to find room beside the cap.
+    cap = smallest_cap + 8 * MIB
+    command = [*cli.python.command, "-P", "-c", LONG, str(smallest_cap)]
+    result = cgroup.run(command, cap, env=cli.env)
+    assert (result.rc, result.oom_kills) == (0, 0), result.stderr
+    assert result.stdout.split() == ["True", "True"]
+
+
 def test_the_tokens_are_the_same_at_every_cap(cli: Cli, smallest_cap: int) -> None:
     runs = [
         json.loads(cli.run(cli.generate(smallest_cap + above, "--json")).stdout)
