@@ -17,6 +17,9 @@ PREFILL_STEPS = (512, 256, 128, 64, 32, 16)
 LOGIT_ROWS = 4
 """Rows of logits computed at once."""
 
+READ_NBYTES = 2 * MIB
+"""What one reader brings at once at most, or one expert where that is more."""
+
 IO_NBYTES = 1 * MIB
 """Bounce buffers for reading resident weights and headers."""
 

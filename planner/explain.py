@@ -30,6 +30,8 @@ def explain_plan(plan: MemoryPlan) -> list[str]:
     remarks = {
         "workspace": f"prefill {plan.prefill_step} tokens at a time",
         "embedding_rows": "the table stays on disk",
+        "page_cache": "buffered reads: direct ones are not to be had",
+        "store": "the model's files do not lie on a disk",
         "staging": f"{_slots(plan.staging_slots)}, lent to the hot tier while decoding",
         "hot_tier": f"{_slots(plan.slots)} of {format_size(plan.slot_nbytes)}",
     }

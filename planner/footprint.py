@@ -14,7 +14,7 @@ EmbeddingPlace = Literal["ram", "disk"]
 Item = tuple[str, int]
 """An item's name and its bytes."""
 
-_LABELS = {"kv_cache": "KV cache", "io_buffers": "I/O buffers"}
+_LABELS = {"kv_cache": "KV cache", "io_buffers": "I/O buffers", "store": "store in memory"}
 
 
 def item_label(name: str) -> str:
@@ -62,6 +62,10 @@ class PlanRequest:
     recurrent_nbytes: int = 0
     logits_nbytes: int = 0
     io_nbytes: int = 0
+    page_cache_nbytes: int = 0
+    """What is read at once through the page cache, where reads cannot bypass it."""
+    store_nbytes: int = 0
+    """The model's own files, where they lie in memory (tmpfs) instead of on a disk."""
     reserve_nbytes: int = 0
     around: Surroundings = NO_BOUND
 
@@ -139,6 +143,8 @@ def fixed_items(
         ("workspace", option.workspace_nbytes),
         ("logits", request.logits_nbytes),
         ("io_buffers", request.io_nbytes),
+        ("page_cache", request.page_cache_nbytes),
+        ("store", request.store_nbytes),
         ("runtime_reserve", request.reserve_nbytes),
     ]
 

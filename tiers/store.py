@@ -30,11 +30,13 @@ class ExpertFiles:
         num_experts: int,
         direct: bool = True,
         *,
+        reason: str = "asked for",
         checksums: Sequence[Sequence[int]] | None = None,
         layers: Sequence[int] | None = None,
     ) -> None:
         """Open every file and check its size. Raises ExpertFileError before anything is read.
 
+        direct: past the page cache, unless the file system refuses; ``reason``: why not.
         record_nbytes: bytes of a record that carry weights; stride: distance of records.
         checksums: the CRC-32 (as in zlib) of every record with its padding, by file and expert.
         layers: the model's own number of each file's layer, for messages."""
@@ -62,7 +64,7 @@ class ExpertFiles:
             )
         self.mode = "direct" if direct else "buffered"
         """"direct": past the page cache; "buffered": through it, pages dropped after each read."""
-        self.reason = "" if direct else "asked for"
+        self.reason = "" if direct else reason
         """Why the mode is buffered; empty when direct."""
         self.fds: list[int] = []
         try:
@@ -72,14 +74,23 @@ class ExpertFiles:
             else:
                 self._open_buffered()
         except OSError as error:
+            opened = len(self.fds)
             self.close()
-            raise ExpertFileError(
-                f"{error.filename}: cannot be opened ({error.strerror}); check that the store is "
-                "complete and readable"
-            ) from None
+            raise ExpertFileError(self._refusal(error, opened)) from None
         except ExpertFileError:
             self.close()
             raise
+
+    def _refusal(self, error: OSError, opened: int) -> str:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            return (
+                f"no more than {opened} of the {self.num_layers} expert files can be open at once "
+                f"({error.strerror}); close other files or raise the limit (ulimit -n)"
+            )
+        return (
+            f"{error.filename}: cannot be opened ({error.strerror}); check that the store is "
+            "complete and readable"
+        )
 
     def _check_sizes(self) -> None:
         expected = self.stride * self.num_experts

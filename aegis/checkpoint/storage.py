@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -35,6 +35,8 @@ class Storage:
     """buffered: through the page cache; memory: the files themselves take memory; unknown: it
     cannot be told without leaving a file behind."""
     reason: str = ""
+    there: bool = False
+    """Whether it was a file that was looked at, rather than the place for one."""
 
     def describe(self) -> str:
         """For people."""
@@ -54,16 +56,19 @@ def storage_of(place: Path) -> Storage:
     """Of a file, or of what would be written into a folder that need not exist yet."""
     if sys.platform == "darwin":
         return DIRECT
-    existing = place if place.is_file() else nearest_folder(place)
+    there = place.is_file()
+    existing = place if there else nearest_folder(place)
     kind = file_system(existing)
     if kind in MEMORY_FILE_SYSTEMS:
-        return Storage("memory", f"{existing} lies on {kind}")
+        return Storage("memory", f"the store lies on {kind}", there)
     if not hasattr(os, "O_DIRECT"):
         return Storage("buffered", "this system has no direct ones")
-    if not existing.is_file():
+    if not there:
         return _tried(_try_folder, existing)
     found = _tried(_try_file, existing)
-    return _tried(_try_folder, existing.parent) if found == UNKNOWN else found
+    if found.kind == "unknown":
+        found = _tried(_try_folder, existing.parent)
+    return replace(found, there=True)
 
 
 def _tried(attempt: Callable[[Path], Storage], place: Path) -> Storage:
@@ -106,7 +111,7 @@ def _judge(fd: int) -> Storage:
         return DIRECT
     os.fdatasync(fd)
     drop_pages(fd, 0, PAGE_NBYTES)
-    return Storage("memory", "the file system is one in memory") if _is_cached(fd) else CACHED
+    return Storage("memory", "its file system is one in memory") if _is_cached(fd) else CACHED
 
 
 def _is_cached(fd: int) -> bool:

@@ -86,13 +86,8 @@ def _surroundings(folder: Path) -> str:
     from aegis.checkpoint.store import is_store
     from aegis.cli.machine import read_machine
     from aegis.convert.cache import cache_folder
-    from aegis.doctor.storage import direct_io
+    from aegis.engine.planning import store_storage
 
     store = folder if is_store(folder) else cache_folder()
-    how: dict[bool | None, str] = {
-        True: "direct reads",
-        False: "buffered reads, since the file system refuses direct ones",
-        None: "whether reads can be direct is not known before the first run",
-    }
-    reads = how[direct_io(store)]
+    reads = store_storage(folder, "il16").describe()
     return f"machine: {read_machine().describe()}; {store}: {reads}"

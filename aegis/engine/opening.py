@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from aegis.checkpoint.storage import storage_of
 from aegis.engine import memory
 from aegis.engine.embedding import DiskEmbedding
 from aegis.engine.forward import Forward
@@ -87,10 +88,13 @@ class Opened:
         """Backend, reads and pages in one line."""
         huge = self.arena.huge_nbytes()
         pages = "page size unknown" if huge is None else f"{format_size(huge)} in huge pages"
-        reads = "direct reads" if self.files.mode == "direct" else f"buffered: {self.files.reason}"
-        return (
-            f"{self.backend.describe()} · {reads} · arena {format_size(self.arena.nbytes)}, {pages}"
-        )
+        arena = f"arena {format_size(self.arena.nbytes)}, {pages}"
+        return f"{self.backend.describe()} · {self._reads()} · {arena}"
+
+    def _reads(self) -> str:
+        if self.request.storage.kind == "memory":
+            return f"reads from memory, since {self.request.storage.reason}"
+        return "direct reads" if self.files.mode == "direct" else f"buffered: {self.files.reason}"
 
     def ledger(self) -> list[LedgerRow]:
         """Planned against measured."""
@@ -147,6 +151,8 @@ def open_model(
     store = ensure_store(source, backend_layout(backend), progress)
     if store.layout != request.layout:
         raise StoreError(f"{store.path} holds another model than it is named for; remove it")
+    # Known for certain only now, with a file of its own to try.
+    request = replace(request, storage=storage_of(store.resident_path))
     warm_up()
     memory.trim()
     try:
@@ -170,7 +176,7 @@ def _load_tokenizer(folder: Path) -> Tokenizer:
 
 def _arena_nbytes(plan: MemoryPlan, owns_workspace: bool) -> int:
     """What the arena holds: every item but those that live in the interpreter's own memory."""
-    outside = {"runtime", "runtime_reserve", "io_buffers"}
+    outside = {"runtime", "runtime_reserve", "io_buffers", "page_cache", "store"}
     if owns_workspace:
         outside |= {"workspace", "logits"}
     return sum(align_up(nbytes, _ALIGN) for name, nbytes in plan.items if name not in outside)
@@ -196,6 +202,8 @@ def _allocate(
         layout.num_experts,
         checksums=store.expert_checksums(settings.experts),
         layers=layout.moe_layers,
+        direct=request.storage.kind != "buffered",
+        reason=request.storage.reason,
     )
     undo.callback(files.close)
     runtime_nbytes = memory.resident_nbytes()
@@ -229,6 +237,8 @@ def _allocate(
     )
     undo.callback(tiers.close)
     disk = None if rows is None else DiskEmbedding(store, decoder.embedding, rows)
+    if disk is not None:
+        undo.callback(disk.close)
     return Opened(
         name=name,
         store=store,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from aegis.checkpoint.config import tokenizer_nbytes
+from aegis.checkpoint.storage import DIRECT, Storage, storage_of
 from aegis.engine.limits import MemoryLimits, memory_limits
 from aegis.engine.memory import resident_nbytes
 from aegis.errors import BackendError, UsageError
@@ -28,6 +29,7 @@ from aegis.settings import (
     LOGIT_ROWS,
     PREFILL_STEPS,
     PROMPT_NBYTES_PER_TOKEN,
+    READ_NBYTES,
     RESERVE_NBYTES,
     RESERVED_THREADS,
     SAMPLING_NBYTES_PER_LOGIT,
@@ -57,6 +59,8 @@ class Request:
     layout: StoreLayout
     tokenizer_nbytes: int
     """Size of tokenizer.json: what its tables take in memory follows from it."""
+    storage: Storage = DIRECT
+    """Of the store, or of the place where it will be."""
 
     def workspace(self, step: int) -> WorkspaceSpec:
         """The largest call of a prefill step."""
@@ -152,12 +156,25 @@ def resolve(
             f" {shape.max_position_embeddings}; choose one in that range"
         )
     threads = compute_threads(settings.threads)
-    tokenizer = tokenizer_nbytes(Path(path))
-    return Request(settings, backend, threads, context, shape, layout, tokenizer)
+    tokenizer, storage = tokenizer_nbytes(Path(path)), store_storage(path, layout.layout)
+    return Request(settings, backend, threads, context, shape, layout, tokenizer, storage)
 
 
-def surroundings(limits: MemoryLimits, runtime_nbytes: int) -> Surroundings:
-    """What the machine and the containers around us let a plan have."""
+def store_storage(path: str | PathLike[str], layout: Layout) -> Storage:
+    """How the files of a store are read, or of the one in the cache that ``path`` has or gets."""
+    from aegis.checkpoint.store import RESIDENT, is_store
+    from aegis.convert.cache import cached_store_path
+
+    store = Path(path) if is_store(path) else cached_store_path(path, layout)
+    resident = store / RESIDENT
+    return storage_of(resident if resident.is_file() else store)
+
+
+def surroundings(limits: MemoryLimits, runtime_nbytes: int, there_nbytes: int = 0) -> Surroundings:
+    """What the machine and the containers around us let a plan have.
+
+    there_nbytes: what exists already of the plan, apart from this process.
+    """
     ceiling, inside = limits.ceiling, limits.tightest
     name = "this machine's memory"
     if inside is not None and ceiling == inside.limit:
@@ -168,7 +185,7 @@ def surroundings(limits: MemoryLimits, runtime_nbytes: int) -> Surroundings:
         ceiling_nbytes=None if ceiling is None else align_up(ceiling + 1, PAGESIZE) - 1,
         ceiling=name,
         # What this process holds of its runtime already is part of the plan.
-        free_nbytes=None if limits.free is None else limits.free + held,
+        free_nbytes=None if limits.free is None else limits.free + held + there_nbytes,
     )
 
 
@@ -210,10 +227,12 @@ def _plan_request(request: Request) -> PlanRequest:
             " all of it for every token; use --embedding ram or auto"
         )
     with_table, without = layout.resident_nbytes(), layout.resident_nbytes({"embed_tokens"})
+    store_nbytes = _store_nbytes(request) if request.storage.kind == "memory" else 0
+    there = store_nbytes if request.storage.there else 0
     return PlanRequest(
         cap_nbytes=settings.cap_nbytes,
         runtime_nbytes=runtime.steady_nbytes,
-        load_peak_nbytes=runtime.load_peak_nbytes,
+        load_peak_nbytes=runtime.load_peak_nbytes + store_nbytes,
         resident_nbytes=without,
         embedding_nbytes=with_table - without,
         kv_nbytes=sum(align_up(kv_nbytes(s), 64) for s in shape.kv_specs(request.context)),
@@ -228,9 +247,27 @@ def _plan_request(request: Request) -> PlanRequest:
         max_slots=settings.max_slots,
         logits_nbytes=logits,
         io_nbytes=IO_NBYTES,
+        page_cache_nbytes=_page_cache_nbytes(request),
+        store_nbytes=store_nbytes,
         reserve_nbytes=_reserve_nbytes(request),
-        around=surroundings(memory_limits(), runtime.steady_nbytes),
+        around=surroundings(memory_limits(), runtime.steady_nbytes, there),
     )
+
+
+def _store_nbytes(request: Request) -> int:
+    """All files of the store that take space."""
+    layout, kinds = request.layout, {"4bit", request.settings.experts}
+    experts = sum(layout.experts_nbytes(kind) for kind in kinds)
+    return layout.resident_file_nbytes + experts + align_up(request.tokenizer_nbytes, _ROW_ALIGN)
+
+
+def _page_cache_nbytes(request: Request) -> int:
+    """What every reader has there until its read has ended and the pages are dropped."""
+    if request.storage.kind in ("direct", "memory"):
+        return 0
+    settings = request.settings
+    record = request.layout.geometry(settings.experts).stride
+    return settings.io_threads * max(READ_NBYTES, record)
 
 
 def _reserve_nbytes(request: Request) -> int:
