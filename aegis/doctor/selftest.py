@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from aegis.convert.identity import embedded_path
 from aegis.doctor.compare import RunResult, check
 from aegis.doctor.goldens import GOLDENS, Golden, load_goldens
 from aegis.doctor.processor import native_isas
-from aegis.doctor.shelter import temporary_folder
+from aegis.doctor.shelter import deferred_signals, temporary_folder
 from aegis.engine.limits import memory_limits
 from aegis.engine.planning import (
     backend_layout,
@@ -215,21 +216,40 @@ def _subprocess(goldens: Path) -> Compute:
 def _ask(request: Mapping[str, Any], env: Mapping[str, str]) -> Mapping[str, Any]:
     """Have a worker process answer; whatever way it dies becomes a sentence."""
     inherited = {name: value for name, value in os.environ.items() if name != "AEGIS_ISA"}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "aegis.doctor.worker", json.dumps(request)],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            env={"OPENBLAS_NUM_THREADS": "1", **inherited, "PYTHONSAFEPATH": "1", **env},
-            check=False,
-            timeout=TIMEOUT_SECONDS,
-        )
-    except subprocess.TimeoutExpired:
-        return {"error": f"it did not end within {TIMEOUT_SECONDS:.0f} s"}
-    if done.returncode:
-        return {"error": _how_it_died(done.returncode, done.stderr.decode(errors="replace"))}
-    answer: Mapping[str, Any] = json.loads(done.stdout)
+    env = {"OPENBLAS_NUM_THREADS": "1", **inherited, "PYTHONSAFEPATH": "1", **env}
+    with ExitStack() as stack:
+        # The worker dies when the other end closes, even if this process is killed.
+        lifeline, held = os.pipe()
+        stack.callback(os.close, held)
+        # A signal between the birth of the process and knowing it would leave it alone.
+        with deferred_signals():
+            process = subprocess.Popen(
+                [sys.executable, "-m", "aegis.doctor.worker", json.dumps(request)],
+                stdin=lifeline,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=env,
+            )
+            os.close(lifeline)
+            stack.callback(_end, process)
+        try:
+            stdout, stderr = process.communicate(timeout=TIMEOUT_SECONDS)
+        except subprocess.TimeoutExpired:
+            return {"error": f"it did not end within {TIMEOUT_SECONDS:.0f} s"}
+    if process.returncode:
+        return {"error": _how_it_died(process.returncode, stderr.decode(errors="replace"))}
+    answer: Mapping[str, Any] = json.loads(stdout)
     return answer
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Nobody may write into a temporary folder any more."""
+    with deferred_signals():
+        process.kill()
+        process.wait()
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
 
 
 def _how_it_died(code: int, stderr: str) -> str:

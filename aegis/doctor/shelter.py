@@ -41,10 +41,10 @@ def temporary_folder(cache: Path, needed_nbytes: int) -> Iterator[Path]:
             fcntl.flock(fd, fcntl.LOCK_SH)
             yield folder
         finally:
-            with _undisturbed():
+            with deferred_signals():
                 shutil.rmtree(folder, ignore_errors=True)
-            if fd >= 0:
-                os.close(fd)
+                if fd >= 0:
+                    os.close(fd)
 
 
 def _place(cache: Path, needed_nbytes: int) -> Path:
@@ -98,13 +98,23 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """A second Ctrl-C must not interrupt the tidying up."""
+def deferred_signals() -> Iterator[None]:
+    """Signals that would raise do so at the end: in between a step would be lost."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    caught: list[int] = []
+    before = {
+        number: handler
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if callable(handler := signal.getsignal(number))
+    }
+    for number in before:
+        signal.signal(number, lambda number, frame: caught.append(number))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if caught:
+            signal.raise_signal(caught[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import math
@@ -465,3 +466,44 @@ def test_a_signal_ends_it_at_once_and_nothing_is_left(
     assert process.stderr is not None
     assert process.stderr.read() == b""
     assert list(cache.iterdir()) == []
+
+
+def test_a_signal_while_a_worker_is_born_leaves_none_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    born: list[subprocess.Popen[bytes]] = []
+
+    def interrupted(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        born.append(usual(*args, **options))
+        signal.raise_signal(signal.SIGINT)
+        return born[0]
+
+    usual = subprocess.Popen
+    monkeypatch.setattr(selftests.subprocess, "Popen", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        selftests._ask({"convert": "/nonexistent", "layout": "il16"}, {})
+    assert born[0].returncode is not None
+
+
+def worker_of(cache: Path) -> bool:
+    """Whether a process lives that was asked to write into a cache."""
+    for line in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if "doctor.worker" in (text := line.read_text(errors="replace")):
+                return str(cache) in text
+    return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
+def test_a_worker_does_not_outlive_a_killed_doctor(
+    selftesting: tuple[subprocess.Popen[bytes], Path],
+) -> None:
+    process, cache = selftesting
+    process.kill()
+    process.wait(60)
+    deadline = time.monotonic() + 60
+    while worker_of(cache):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    with temporary_folder(cache, MIB):
+        assert len(list(cache.iterdir())) == 1
