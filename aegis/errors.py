@@ -39,6 +39,10 @@ class ReadError(AegisError):
     """Reading expert or embedding data failed while running."""
 
 
+class LogitsError(AegisError):
+    """What the model computed is no number, so that no token can be chosen."""
+
+
 class TokenizerError(AegisError):
     """Tokenizer or chat template files are missing, damaged or refuse the input."""
 

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import mlx.core as mx
 import mlx_lm
 import transformers
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_repetition_penalty
 from mlx_lm.tokenizer_utils import load as load_mlx
 from tokenizers import AddedToken, Tokenizer, normalizers
 from transformers import AutoTokenizer
@@ -363,6 +365,24 @@ def added_tokens() -> list[dict[str, Any]]:
     return cases
 
 
+def filters() -> list[dict[str, Any]]:
+    """Which tokens the filters of mlx-lm leave, and what its repetition penalty makes of logits."""
+    draw, cases = random.Random(5), []
+    for top_p, min_p, top_k in [(0.9, 0, 0), (0.3, 0, 0), (1, 0.1, 0), (1, 0, 7), (0.95, 0.02, 9)]:
+        logits = mx.array([draw.gauss(0, 2.5) for _ in range(60)])
+        left = logits - mx.logsumexp(logits)
+        left = apply_top_p(left, top_p) if top_p < 1 else left
+        left = apply_min_p(left, min_p) if min_p else left
+        left = apply_top_k(left, top_k) if top_k else left
+        kept = [i for i, value in enumerate(left.tolist()) if value > float("-inf")]
+        history = [draw.randrange(60) for _ in range(30)]
+        settings = {"top_p": top_p, "min_p": min_p, "top_k": top_k}
+        case = {"settings": settings, "logits": logits.tolist(), "kept": kept, "history": history}
+        penalty = make_repetition_penalty(1.3, 20)
+        cases.append({**case, "penalised": penalty(history, logits[None])[0].tolist()})
+    return cases
+
+
 def failures(tokenizer: Any) -> list[dict[str, str]]:
     """What templates that fail say."""
     cases = []
@@ -415,6 +435,7 @@ def main() -> None:
             "texts": texts,
             "failures": failures(tokenizer),
         },
+        "sampling": {"filters": filters()},
         "kinds": {"scripts": scripts(), "added_tokens": added_tokens()},
     }
     for name, golden in goldens.items():

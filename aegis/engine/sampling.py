@@ -14,11 +14,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from numbers import Real
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aegis.errors import AegisError, UsageError
+from aegis.engine.token_ids import whole
+from aegis.errors import LogitsError, UsageError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -33,6 +35,7 @@ _MASK = (1 << 64) - 1
 _LOG2E = 1.4426950408889634
 _LN2_HIGH, _LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10
 _UNDERFLOW = -700.0
+_SMALLEST, _LARGEST = (float(v) for v in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
 _TAYLOR = tuple(1.0 / math.factorial(k) for k in range(13, -1, -1))
 
 
@@ -75,16 +78,39 @@ class Sampler:
         repeat_penalty: float = 1.0,
         repeat_last_n: int = 64,
     ) -> None:
-        _check_settings(temperature, top_p, top_k, min_p, seed, repeat_penalty, repeat_last_n)
-        self.temperature = float(temperature)
-        self.top_p = float(top_p)
-        self.top_k = max(0, top_k)
-        self.min_p = float(min_p)
-        self.repeat_penalty = float(repeat_penalty)
-        self.repeat_last_n = repeat_last_n
-        self.seed = int.from_bytes(os.urandom(4), "little") if seed is None else seed
+        self.temperature = _number(temperature, "temperature")
+        self.top_p = _number(top_p, "top_p")
+        self.top_k = whole(top_k, "top_k")
+        self.min_p = _number(min_p, "min_p")
+        self.repeat_penalty = _number(repeat_penalty, "repeat_penalty")
+        self.repeat_last_n = whole(repeat_last_n, "repeat_last_n")
+        drawn = seed is None
+        self.seed = int.from_bytes(os.urandom(4), "little") if drawn else whole(seed, "seed")
+        self._check_ranges()
         self._state = self.seed & _MASK
         self._penalised = np.empty(0, np.float32)
+
+    def _check_ranges(self) -> None:
+        ranges = {
+            f"temperature must be a number of at least 0 (0 is greedy), got {self.temperature}": (
+                0.0 <= self.temperature < math.inf
+            ),
+            "top_p must be above 0 and at most 1 (1 turns it off; for the most likely token alone"
+            f" set temperature to 0), got {self.top_p}": 0.0 < self.top_p <= 1.0,
+            f"top_k must be at least 1, or 0 to turn it off, got {self.top_k}": self.top_k >= -1,
+            f"min_p must be at least 0 and at most 1 (0 turns it off), got {self.min_p}": (
+                0.0 <= self.min_p <= 1.0
+            ),
+            f"seed must be a whole number of at least 0, got {self.seed}": self.seed >= 0,
+            f"repeat_penalty must be above 0 (1 turns it off), got {self.repeat_penalty}": (
+                0.0 < self.repeat_penalty < math.inf
+            ),
+            "repeat_last_n must be -1 (all), 0 (none) or a number of tokens, got"
+            f" {self.repeat_last_n}": self.repeat_last_n >= -1,
+        }
+        for sentence, holds in ranges.items():
+            if not holds:
+                raise UsageError(sentence)
 
     @property
     def uses_history(self) -> bool:
@@ -97,16 +123,16 @@ class Sampler:
         history is the prompt's and the generated tokens so far, oldest first.
         """
         if logits.ndim != 1 or logits.size == 0:
-            raise AegisError(f"logits must have shape [vocab_size], got {logits.shape}")
+            raise LogitsError(f"logits must have shape [vocab_size], got {logits.shape}")
         if self.uses_history:
             logits = self._penalise(logits, history)
         best = int(np.argmax(logits))  # finds NaN as well: numpy ranks it first
         peak = float(logits[best])
         if not math.isfinite(peak):
-            raise AegisError(_not_finite(best, peak))
+            raise LogitsError(_not_finite(best, peak))
         if self.temperature == 0.0 or self.top_k == 1:
             return best
-        if self.top_k or self.top_p < 1.0 or self.min_p > 0.0:
+        if self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0:
             return self._draw_filtered(logits, peak)
         return self._draw_all(logits, peak)
 
@@ -118,8 +144,12 @@ class Sampler:
             self._penalised = np.empty(logits.size, np.float32)
         np.copyto(self._penalised, logits)
         values = self._penalised[ids]
-        penalty = np.float32(self.repeat_penalty)
-        self._penalised[ids] = np.where(values > 0, values / penalty, values * penalty)
+        # However large the penalty, what was a number stays one.
+        penalty = np.float32(np.clip(self.repeat_penalty, _SMALLEST, _LARGEST))
+        with np.errstate(over="ignore"):
+            changed = np.where(values > 0, values / penalty, values * penalty)
+        most = np.where(np.isfinite(values), np.float32(_LARGEST), np.float32(np.inf))
+        self._penalised[ids] = np.clip(changed, -most, most)
         return self._penalised
 
     def _draw_filtered(self, logits: Floats, peak: float) -> int:
@@ -130,7 +160,7 @@ class Sampler:
 
     def _kept(self, logits: Floats, peak: float) -> Ids:
         """Return the ids the filters keep, best first; at least one."""
-        limit = min(self.top_k or logits.size, logits.size)
+        limit = min(self.top_k, logits.size) if self.top_k > 0 else logits.size
         if self.top_p >= 1.0 and self.min_p == 0.0:
             return _ranked(logits, limit)
         needed = self.top_p * _total(logits, peak, 1.0) if self.top_p < 1.0 else math.inf
@@ -223,37 +253,13 @@ def _not_finite(token: int, value: float) -> str:
             f"The model's logits hold NaN (first at token {token}), so no token can be chosen; "
             "run `aegis verify` on the store"
         )
-    return f"the model's largest logit is {value} (token {token}), so no token can be chosen"
+    return (
+        f"The model's largest logit is {value} (token {token}), so no token can be chosen; run "
+        "`aegis verify` on the store"
+    )
 
 
-def _check_settings(
-    temperature: float,
-    top_p: float,
-    top_k: int,
-    min_p: float,
-    seed: int | None,
-    repeat_penalty: float,
-    repeat_last_n: int,
-) -> None:
-    wrong = {
-        f"temperature must be a number of at least 0 (0 is greedy), got {temperature}": not (
-            0.0 <= temperature < math.inf
-        ),
-        f"top_p must be above 0 and at most 1 (1 turns it off), got {top_p}": not (
-            0.0 < top_p <= 1.0
-        ),
-        f"top_k must be at least 1, or 0 to turn it off, got {top_k}": top_k < -1,
-        f"min_p must be at least 0 and at most 1 (0 turns it off), got {min_p}": not (
-            0.0 <= min_p <= 1.0
-        ),
-        f"seed must be a whole number of at least 0, got {seed}": seed is not None and seed < 0,
-        f"repeat_penalty must be above 0 (1 turns it off), got {repeat_penalty}": not (
-            0.0 < repeat_penalty < math.inf
-        ),
-        f"repeat_last_n must be -1 (all), 0 (none) or a number of tokens, got {repeat_last_n}": (
-            repeat_last_n < -1
-        ),
-    }
-    for sentence, failed in wrong.items():
-        if failed:
-            raise UsageError(sentence)
+def _number(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise UsageError(f"{name} must be a number, got {value!r}")
+    return float(value)

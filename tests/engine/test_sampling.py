@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,10 +17,13 @@ from numpy.typing import NDArray
 
 from aegis.engine import sampling
 from aegis.engine.sampling import Sampler
-from aegis.errors import AegisError, UsageError
+from aegis.errors import LogitsError, UsageError
 from aegis.settings import SAMPLING_NBYTES_PER_LOGIT
 
 Floats = NDArray[np.float32]
+
+GOLDENS = Path(__file__).parent.parent / "goldens/text"
+MLX_LM = json.loads((GOLDENS / "sampling.json").read_text())["filters"]
 
 LOGITS = st.lists(
     st.floats(-30, 30, width=32) | st.integers(-3, 3).map(float), min_size=1, max_size=80
@@ -72,6 +77,14 @@ def test_filters_keep_what_their_definitions_say(
     if top_p < 1.0 and np.any(np.abs(near / total - top_p) < 1e-9):
         return  # the border falls on rounding
     assert kept(sampler, logits) == expected(logits, top_p, top_k, min_p)
+
+
+@pytest.mark.parametrize("case", MLX_LM, ids=lambda case: str(case["settings"]))
+def test_filters_and_penalty_are_those_of_mlx_lm(case: dict[str, Any]) -> None:
+    logits = np.array(case["logits"], np.float32)
+    assert sorted(kept(Sampler(temperature=1.0, **case["settings"]), logits)) == case["kept"]
+    penalised = Sampler(repeat_penalty=1.3, repeat_last_n=20)._penalise(logits, case["history"])
+    np.testing.assert_array_equal(penalised, np.array(case["penalised"], np.float32))
 
 
 @pytest.mark.parametrize("size", [1, 1023, 5000, 49152])
@@ -170,6 +183,77 @@ def test_repetition_penalty_looks_back_as_far_as_asked() -> None:
     assert Sampler(repeat_penalty=1.5).sample(logits, [0, 999]) == 1
 
 
+@pytest.mark.parametrize("penalty", [5e-324, 1e-40, 1e-38, 1e38, 1e39, 1e300])
+def test_an_extreme_repetition_penalty_still_ranks_numbers(penalty: float) -> None:
+    logits = np.array([2.0, -2.0, 0.0, 1.0, -np.inf, 3e38, -3e38], np.float32)
+    assert Sampler(repeat_penalty=penalty).sample(logits, range(7)) == 5
+    only = Sampler(repeat_penalty=penalty).sample(logits, [5])
+    assert only == (0 if penalty > 3e38 else 5)
+    small = np.array([-2.0, -1.0, -1.5, -np.inf], np.float32)
+    assert Sampler(repeat_penalty=penalty).sample(small, [1]) == (2 if penalty > 1 else 1)
+
+
+def test_repetition_penalty_without_a_history_changes_nothing() -> None:
+    logits = random_logits(100)
+    for history in ([], ()):
+        for last in (64, -1, 1):
+            sampler = Sampler(repeat_penalty=5.0, repeat_last_n=last)
+            assert sampler.sample(logits, history) == int(logits.argmax())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"top_k": 1},
+        {"top_p": 1e-300},
+        {"min_p": 1.0},
+        {"temperature": 5e-324},
+        {"temperature": 1e-30, "top_p": 0.9},
+        {"temperature": 1e-30, "top_k": 5},
+    ],
+    ids=str,
+)
+def test_the_narrowest_settings_are_greedy_and_the_lowest_of_equals(
+    settings: dict[str, Any],
+) -> None:
+    logits = random_logits(500)
+    logits[[77, 310]] = logits.max() + 1
+    first = {"temperature": 3.0, **settings}
+    drawn = {Sampler(seed=seed, **first).sample(logits) for seed in range(12)}
+    # Where only the temperature narrows, equals stay equally likely, as in mlx-lm.
+    ranked = "temperature" in settings or "min_p" in settings
+    assert drawn <= {77, 310}
+    assert ranked or drawn == {77}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"top_k": 10**30}, {"top_k": 500}, {"top_p": 1.0}, {"min_p": 1e-300}, {"top_p": 1.0 - 1e-16}],
+    ids=str,
+)
+def test_the_widest_settings_keep_every_token(settings: dict[str, Any]) -> None:
+    logits = random_logits(500) / 10
+    sampler = Sampler(temperature=1e308, seed=3, **settings)
+    draws = np.bincount([sampler.sample(logits) for _ in range(3000)], minlength=500)
+    assert np.count_nonzero(draws) > 480  # of 500 equally likely ones, about 499 come
+
+
+def test_logits_at_the_ends_of_float32_are_numbers() -> None:
+    logits = np.array([3e38, -3e38, 3.4e38, -3.4e38], np.float32)
+    for settings in ({}, {"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1}):
+        for temperature in (0.0, 1e-300, 1.0):
+            assert Sampler(temperature=temperature, seed=1, **settings).sample(logits) == 2
+
+
+def test_settings_can_be_numpy_numbers() -> None:
+    logits = random_logits(100)
+    kinds = Sampler(
+        temperature=np.float32(0.5), top_p=np.float64(0.9), top_k=np.int64(5), seed=np.int32(3)
+    )
+    plain = Sampler(temperature=0.5, top_p=0.9, top_k=5, seed=3)
+    assert [kinds.sample(logits) for _ in range(9)] == [plain.sample(logits) for _ in range(9)]
+
+
 def test_masked_tokens_are_never_drawn() -> None:
     logits = np.full(20000, -np.inf, np.float32)
     logits[[3, 12345]] = 0.0
@@ -190,21 +274,35 @@ def test_a_tiny_temperature_is_greedy() -> None:
         (lambda logits: np.put(logits, 7, np.nan), r"NaN \(first at token 7\)"),
         (lambda logits: np.put(logits, 7, np.inf), r"largest logit is inf \(token 7\)"),
         (lambda logits: logits.fill(-np.inf), "largest logit is -inf"),
+        (lambda logits: np.put(logits, [3, 7], [np.inf, np.nan]), r"NaN \(first at token 7\)"),
     ],
 )
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"temperature": 1.0},
+        {"temperature": 1.0, "top_k": 3},
+        {"temperature": 0.5, "top_p": 0.5},
+    ],
+)
+@pytest.mark.parametrize("repeat_penalty", [1.0, 1.3])
 def test_logits_that_are_no_numbers_are_named(
-    change: Callable[[Floats], None], message: str, temperature: float
+    change: Callable[[Floats], None],
+    message: str,
+    settings: dict[str, Any],
+    repeat_penalty: float,
 ) -> None:
     logits = random_logits(100)
     change(logits)
-    with pytest.raises(AegisError, match=message):
-        Sampler(temperature=temperature).sample(logits)
+    sampler = Sampler(seed=1, repeat_penalty=repeat_penalty, **settings)
+    with pytest.raises(LogitsError, match=message):
+        sampler.sample(logits, [3, 7])
 
 
 @pytest.mark.parametrize("shape", [(0,), (2, 3)])
 def test_logits_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(AegisError, match="shape"):
+    with pytest.raises(LogitsError, match="shape"):
         Sampler().sample(np.zeros(shape, np.float32))
 
 
@@ -222,9 +320,23 @@ def test_logits_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
         {"seed": -1},
         {"repeat_penalty": 0.0},
         {"repeat_last_n": -2},
+        {"temperature": "0.5"},
+        {"temperature": None},
+        {"top_p": "0.5"},
+        {"top_p": None},
+        {"top_k": 1.5},
+        {"top_k": None},
+        {"min_p": "0"},
+        {"min_p": math.nan},
+        {"seed": 1.5},
+        {"seed": "a"},
+        {"repeat_penalty": math.inf},
+        {"repeat_penalty": True},
+        {"repeat_last_n": 1.5},
     ],
+    ids=str,
 )
-def test_settings_out_of_range_are_refused_by_name(settings: dict[str, Any]) -> None:
+def test_settings_that_mean_nothing_are_refused_by_name(settings: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(settings))):
         Sampler(**settings)
 
