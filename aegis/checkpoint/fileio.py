@@ -90,8 +90,7 @@ class UncachedReader:
     def close(self) -> None:
         """Close the file."""
         if self._fd >= 0:
-            if not self._direct:
-                drop_pages(self._fd)  # What the kernel read ahead and nobody asked for.
+            drop_pages(self._fd)  # What the kernel read ahead and nobody asked for.
             os.close(self._fd)
             self._fd = -1
 
@@ -120,8 +119,8 @@ class UncachedReader:
         while start + filled <= offset:
             got = self._read(self._window[filled:size], start + filled)
             filled += got
-            if not self._direct:
-                drop_pages(self._fd, start, filled)
+            # Direct reads too: some file systems answer those from the page cache.
+            drop_pages(self._fd, start, filled)
             if got == 0:
                 raise EOFError(f"{self._path} ends before byte {offset + wanted}")
         self._end = start + filled
@@ -217,6 +216,7 @@ class UncachedWriter:
         try:
             self._flush()
             os.fsync(self._fd)
+            drop_pages(self._fd)
         finally:
             os.close(self._fd)
             self._fd = -1

@@ -30,8 +30,7 @@ class DiskEmbedding:
         self._piece = align_up(embedding.row_nbytes, _ALIGN) + _ALIGN
         self._buffer = buffer
         self._fd, self._direct = open_uncached(self._file, os.O_RDONLY)
-        if not self._direct:
-            expect_random_reads(self._fd)
+        expect_random_reads(self._fd)
         self._file_nbytes = os.fstat(self._fd).st_size
 
     def __call__(self, ids: NDArray[np.int32]) -> Array:
@@ -60,8 +59,7 @@ class DiskEmbedding:
                     f" to {start + needed}; convert the model again"
                 )
             got += more
-        if not self._direct:
-            drop_pages(self._fd, start, want)
+        drop_pages(self._fd, start, want)
 
     def _read_some(self, out: NDArray[np.uint8], start: int) -> int:
         if self._direct and start % _ALIGN:
