@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -12,7 +13,7 @@ import numpy as np
 from aegis.engine.logits_room import LogitsRoom
 from aegis.engine.opening import Opened, open_model
 from aegis.engine.planning import settings_for
-from aegis.engine.token_ids import whole
+from aegis.engine.token_ids import token_array, whole
 from aegis.errors import AegisError, UsageError
 from aegis.tiers.errors import TiersError
 
@@ -40,7 +41,7 @@ class Engine:
     def __init__(self, opened: Opened) -> None:
         """Use ``Engine.open``."""
         self._opened = opened
-        self._cached: list[int] = []
+        self._cached = array("i")
         self._closed = False
         self._room = LogitsRoom(opened)
 
@@ -153,7 +154,7 @@ class Engine:
 
         The last token is always computed, so that there is a state to return.
         """
-        if 1 < len(ids) == len(self._cached) + 1 and self._cached == list(ids[:-1]):
+        if 1 < len(ids) == len(self._cached) + 1 and self._cached == token_array(ids[:-1]):
             return self.feed_token(ids[-1])
         ids = self._check(ids)
         start = len(ids) - self.uncached(ids)

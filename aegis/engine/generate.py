@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from aegis.engine.token_ids import whole
+from aegis.engine.token_ids import token_array, whole
 from aegis.errors import UsageError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def stream(
     if len(ids) > engine.context:
         raise engine.too_long(len(ids))
     end_tokens = frozenset() if ignore_eos else engine.tokenizer.eos_token_ids
-    history = list(ids)
+    history = token_array(ids)
     hidden = engine.feed(history)
     for count in range(max_tokens):
         if count:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from array import array
+from collections.abc import Sequence
 from typing import Any
 
 from aegis.errors import UsageError
@@ -20,3 +22,18 @@ def whole(value: Any, what: str = "token id") -> int:
     except TypeError:
         pass
     raise UsageError(f"{what} {value!r} is a {type(value).__name__}; expected a whole number")
+
+
+def token_array(ids: Sequence[int]) -> array[int]:
+    """A copy of token ids of which thousands are compared in a microsecond.
+
+    Raises:
+        UsageError: one is no whole number, or too large for any vocabulary.
+    """
+    try:
+        return array("i", ids)
+    except (OverflowError, TypeError):
+        for token in map(whole, ids):
+            if not -(2**31) <= token < 2**31:
+                raise UsageError(f"token id {token} is outside any vocabulary") from None
+        raise
