@@ -9,7 +9,7 @@ This module imports nothing but the standard library, so planning needs no array
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -21,6 +21,9 @@ Array = Any
 """A backend's own array type: numpy.ndarray for native and reference, mx.array for mlx."""
 
 Layout = Literal["il16", "row"]
+
+Numbers = Literal["f32", "bf16", "f16"]
+"""What activations are computed in."""
 
 
 class BackendUnavailableError(RuntimeError):
@@ -116,6 +119,8 @@ class KVSpec:
     num_key_value_heads: int
     head_dim: int
     context: int
+    number_nbytes: int = 4
+    """Bytes of an activation, for backends that keep keys and values as they come."""
 
 
 @dataclass(frozen=True)
@@ -137,21 +142,36 @@ class WorkspaceSpec:
     threads: int
     num_resident_weights: int = 0
     """Elements of all resident 2-D weights, for backends that keep a widened copy."""
+    number_nbytes: int = 4
+    """Bytes of an activation."""
 
 
-@dataclass
 class Routing:
-    """What the router decided for T rows.
+    """What the router decided for T rows, for the experts block of the same layer.
 
-    experts: int32 [T, K], ascending per row. weights: float32 [T, K], the mixing weights in that
-    order. normed: [T, H], the experts' input. guess: expert ids of the next MoE layer, best first
-    (int32, for T = 1 by router logit; for T > 1 by how many rows chose them), empty when not asked.
+    weights: [T, K], the mixing weights. normed: [T, H], the experts' input.
     """
 
-    experts: NDArray[np.int32]
-    weights: Array
-    normed: Array
-    guess: NDArray[np.int32]
+    def __init__(
+        self,
+        experts: NDArray[np.int32],
+        weights: Array,
+        normed: Array,
+        guess: NDArray[np.int32],
+    ) -> None:
+        self._experts, self._guess = experts, guess
+        self.weights, self.normed = weights, normed
+
+    @property
+    def experts(self) -> NDArray[np.int32]:
+        """int32 [T, K], ascending per row. A backend that queues waits here for its device."""
+        return self._experts
+
+    @property
+    def guess(self) -> NDArray[np.int32]:
+        """Expert ids of the next MoE layer, best first (for T = 1 by router logit; for T > 1 by how
+        many rows chose them); empty when not asked. Known when ``experts`` is."""
+        return self._guess
 
 
 class KVCache(Protocol):
@@ -172,7 +192,8 @@ class RouterBlock(Protocol):
     """Post-attention norm, router, top-k; optionally the guess for the next MoE layer."""
 
     def __call__(self, x: Array, candidates: int) -> Routing:
-        """x: [T, H] after attention. candidates: how many experts to guess for T = 1 (0: none)."""
+        """x: [T, H] after attention. candidates: how many experts to guess for T = 1 (0: none).
+        Never waits where the backend queues."""
 
 
 class ExpertsBlock(Protocol):
@@ -226,13 +247,63 @@ class HeadBlock(Protocol):
         """x [T, H], T <= max_logit_rows, to logits [T, vocab_size]; valid until the next call."""
 
 
+@dataclass(frozen=True)
+class SlotPart:
+    """A range of an expert's record, and where slots keep it: slot ``n`` at base + n * stride."""
+
+    offset: int
+    nbytes: int
+    base: int
+    stride: int
+
+
 class SlotMemory(Protocol):
-    """Where experts lie: equal slots of ``stride`` bytes, addressed by number."""
+    """Where experts lie: equal slots addressed by number."""
 
     num_slots: int
     stride: int
+    """Bytes of a record; also the distance of slots, where these are not in parts."""
     base: int
     """Address of slot 0."""
+    parts: tuple[SlotPart, ...]
+    """Where a slot is not one range: its pieces, in the order of the record. Else empty."""
+
+
+class QueuedExpertsBlock(ExpertsBlock, Protocol):
+    """An experts block that needs no host where all experts of its layer lie in slots."""
+
+    def from_table(self, x: Array, routing: Routing, table: Array) -> Array:
+        """Everything at once; ``table``, made by the backend's queue, says where experts lie."""
+
+
+class Queue(Protocol):
+    """Calls that return before their result is there. Only the thread of the calls may use it."""
+
+    def table(self, slots: NDArray[np.int32]) -> Array:
+        """Expert id to slot, int32 [E], as ``from_table`` wants it."""
+
+    def read(self, routings: Sequence[Routing]) -> None:
+        """Bring what was chosen in all of these to the host, waiting once."""
+
+    def settle(self) -> None:
+        """Wait until everything called so far is computed: slots may then be overwritten."""
+
+
+class OwnMemory(Protocol):
+    """Memory that a backend allocates in place of the engine's arena."""
+
+    def resident(self, nbytes: int) -> NDArray[np.uint8]:
+        """Where resident weights are read to, once."""
+
+    def slots(self, num_slots: int, segments: Mapping[str, Segment]) -> tuple[SlotPart, ...]:
+        """Allocate the slots, once."""
+
+    def measured(self) -> Mapping[str, int]:
+        """Bytes now, by what they are for: ``slots``, ``resident_weights``, ``kv_cache``,
+        ``workspace`` (its peak)."""
+
+    def beside_nbytes(self) -> int:
+        """Bytes now that the system does not count as this process's: a device's own memory."""
 
 
 class Backend(Protocol):
@@ -247,8 +318,16 @@ class Backend(Protocol):
         """Store layouts it can read, preferred first."""
 
     @property
-    def owns_workspace(self) -> bool:
-        """It allocates its scratch itself: planned like any other item, but not in the arena."""
+    def owned(self) -> Collection[str]:
+        """The plan's items that it allocates itself: planned like any other, not in the arena."""
+
+    @property
+    def memory(self) -> OwnMemory | None:
+        """Allocates weights and slots; None where they lie in the engine's arena."""
+
+    @property
+    def queue(self) -> Queue | None:
+        """What was called and is not computed yet; None where calls return when they are done."""
 
     def describe(self) -> str:
         """One line for people: instruction set, threads, device."""
@@ -260,10 +339,11 @@ class Backend(Protocol):
         """Bytes of one layer's cache."""
 
     def open_workspace(self, spec: WorkspaceSpec, buffer: NDArray[np.uint8]) -> None:
-        """Bind the scratch memory (empty if ``owns_workspace``); comes before any block."""
+        """Bind the scratch memory (empty if owned); comes before any block."""
 
     def kv_cache(self, spec: KVSpec, buffer: NDArray[np.uint8]) -> KVCache:
-        """A cache over ``buffer`` (kv_nbytes, 64-byte aligned)."""
+        """A cache over ``buffer`` (kv_nbytes, 64-byte aligned; empty if owned)."""
+
 
     def bind_slots(self, slots: SlotMemory) -> None:
         """Tell the backend where slots lie; must come before any experts block is made."""

@@ -19,6 +19,7 @@ from aegis.tiers.hot_tier import HotTier
 from aegis.tiers.policy import open_policy
 from aegis.tiers.prefetch import ReadQueue
 from aegis.tiers.read_pool import ReadPool, open_read_pool
+from aegis.tiers.scatter import Scatter
 from aegis.tiers.slots import NOWHERE, READING, SlotPool
 from aegis.tiers.staging import LayerVisit, Staging
 from aegis.tiers.stats import TierStats
@@ -64,10 +65,14 @@ class ExpertTiers:
         self._last_layer = -1
         self._closed = False
         slots.on_waste = self._count_waste
+        slots.experts_per_layer = files.num_experts
+        self._tables: dict[int, tuple[int, NDArray[np.int32]]] = {}
+        """Layer to its number of changes when its table was made, and the table."""
         self._start(pool or self._open_pool())
 
     def _open_pool(self) -> ReadPool:
-        return open_read_pool(self._io_threads, drop_cache=self.files.mode == "buffered")
+        scatter = Scatter(self.slots.parts, self.files.stride) if self.slots.parts else None
+        return open_read_pool(self._io_threads, self.files.mode == "buffered", scatter)
 
     def _start(self, pool: ReadPool) -> None:
         """Begin in decode with nothing in flight."""
@@ -133,6 +138,37 @@ class ExpertTiers:
         if not acquisition.complete:
             acquisition.request()
         return acquisition
+
+    def table(self, layer_index: int) -> NDArray[np.int32] | None:
+        """The slot of every expert of a layer, int32 [E]; None unless all of them lie in slots.
+
+        The same array as before where nothing has changed. It holds until a slot is next written
+        to, which waits for what was called before (``SlotPool.settle``)."""
+        slots, count = self.slots, self._num_experts
+        if slots.resident[layer_index] < count:
+            return None
+        changes, first = slots.changes[layer_index], layer_index * count
+        found = self._tables.get(layer_index)
+        if found is None or found[0] != changes:
+            keys = range(first, first + count)
+            table = np.array([slots.slot_of[key] for key in keys], dtype=np.int32)
+            self._tables[layer_index] = found = (changes, table)
+        return found[1]
+
+    def note_hits(self, layer_index: int, experts: Sequence[int] | NDArray[np.int32]) -> None:
+        """One token chose these experts of a layer whose table was used."""
+        chosen = _ints(experts)
+        slots, counters = self.slots, self._queue.counting[layer_index]
+        if layer_index <= self._last_layer:
+            self._policy.tick(1)
+        self._last_layer = layer_index
+        self._guesser.remember(layer_index, chosen)
+        first = layer_index * self._num_experts
+        for expert in chosen:
+            slot = slots.slot_of.get(first + expert, NOWHERE)
+            counters.hits += 1
+            counters.hot_hits += slot != NOWHERE and slots.hot_index[slot] != NOWHERE
+            self._policy.touch(first + expert)
 
     def _withdraw(self, keys: list[int]) -> None:
         """Guesses that were not chosen: cancel those that have not begun, forget about the rest."""

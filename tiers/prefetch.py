@@ -35,7 +35,7 @@ class ReadQueue:
         self.slots.begin(slot, key)
         layer_index, expert = divmod(key, self.files.num_experts)
         fd, offset, nbytes = self.files.locate(layer_index, expert)
-        address = self.slots.base + slot * self.slots.stride
+        address = self.slots.address(slot)
         checksum = self.files.checksum(layer_index, expert)
         ticket = self.pool.submit(fd, offset, nbytes, address, demand, checksum)
         self._follow(ticket, [slot], demand)
@@ -44,7 +44,7 @@ class ReadQueue:
         """One read for experts that follow each other in the file; each slot has been begun."""
         layer_index, expert = divmod(self.slots.key_of[slots[0]], self.files.num_experts)
         fd, offset, nbytes = self.files.locate(layer_index, expert)
-        addresses = [self.slots.base + slot * self.slots.stride for slot in slots]
+        addresses = [self.slots.address(slot) for slot in slots]
         checksums = [self.files.checksum(layer_index, expert + i) for i in range(len(slots))]
         ticket = self.pool.submit_run(fd, offset, nbytes, addresses, demand, checksums)
         self._follow(ticket, slots, demand)

@@ -17,9 +17,11 @@ import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Protocol
 
 from aegis.tiers.errors import ReadPoolError
+from aegis.tiers.scatter import Copy, Scatter, view_of
 
 ReadCall = Callable[[int, list[memoryview], int], int]
 """(file descriptor, destinations, offset) -> bytes read, 0 at the end of the file, or OSError."""
@@ -44,6 +46,7 @@ class ReadPool(Protocol):
     ) -> int:
         """Queue a read of ``nbytes`` into memory at ``address``; returns its ticket.
 
+        address: the number of a slot where the pool was opened for slots in parts.
         checksum: the CRC-32 (as in zlib) that the bytes must have."""
 
     def submit_run(
@@ -94,16 +97,19 @@ class ReadPool(Protocol):
         """Withdraw what is queued (result -ECANCELED) and join the threads."""
 
 
-def open_read_pool(threads: int, drop_cache: bool = False) -> ReadPool:
-    """The C++ pool if it is built, else the Python one.
+def open_read_pool(
+    threads: int, drop_cache: bool = False, scatter: Scatter | None = None
+) -> ReadPool:
+    """The C++ pool if it is built, else the Python one, which is also the one that scatters.
 
     drop_cache: drop a read's pages from the page cache after it, for files read buffered.
     Raises ReadPoolError where the system gives no thread; a few less than asked for will do."""
-    make: Callable[[int, bool], ReadPool] = PythonReadPool
-    with contextlib.suppress(ImportError):
-        from aegis.kernels.native._native import ReadPool as NativeReadPool
+    make: Callable[[int, bool], ReadPool] = partial(PythonReadPool, scatter=scatter)
+    if scatter is None:
+        with contextlib.suppress(ImportError):
+            from aegis.kernels.native._native import ReadPool as NativeReadPool
 
-        make = NativeReadPool
+            make = NativeReadPool
     try:
         return make(threads, drop_cache)
     except RuntimeError as error:
@@ -120,13 +126,19 @@ class PythonReadPool:
     completion would wait that long for a busy main thread."""
 
     def __init__(
-        self, threads: int, drop_cache: bool = False, read: ReadCall | None = None
+        self,
+        threads: int,
+        drop_cache: bool = False,
+        read: ReadCall | None = None,
+        scatter: Scatter | None = None,
     ) -> None:
-        """read: what reads instead of os.preadv. Raises RuntimeError where no thread starts."""
+        """read: what reads instead of os.preadv. scatter: addresses are slots, and this says where
+        their parts lie. Raises RuntimeError where no thread starts."""
         if threads < 1:
             raise ValueError(f"a read pool of {threads} threads was asked for; use at least one")
         self._process = os.getpid()
         self._read = read or _preadv
+        self._scatter = scatter
         self._drop_cache = drop_cache and hasattr(os, "posix_fadvise")
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
@@ -314,14 +326,37 @@ class PythonReadPool:
                 self._ended.notify_all()
 
     def _perform(self, job: _Job) -> int:
-        piece = ctypes.c_char * job.nbytes
-        views = [memoryview(piece.from_address(a)).cast("B") for a in job.addresses]
-        got, total = 0, job.nbytes * len(views)
-        while got < total:
-            index, within = divmod(got, job.nbytes)
-            rest = [views[index][within:], *views[index + 1 :]]
+        records, copies = self._places(job)
+        got = self._fill(job, [view for views in records for view in views])
+        if got < 0:
+            return got
+        if self._drop_cache:
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(
+                    job.fd, job.offset, job.nbytes * len(records), os.POSIX_FADV_DONTNEED
+                )
+        arrived = zip(records[: got // job.nbytes], job.checksums, strict=False)
+        job.damaged = [
+            index
+            for index, (views, expected) in enumerate(arrived)
+            if expected != UNCHECKED and _crc32(views) != expected
+        ]
+        for source, target, nbytes in copies:
+            ctypes.memmove(target, source, nbytes)
+        return got
+
+    def _places(self, job: _Job) -> tuple[list[list[memoryview]], Sequence[Copy]]:
+        """Where each piece goes, and what is to be copied when all have come."""
+        if self._scatter is not None:
+            return self._scatter.places(job.addresses)
+        return [[view_of(address, job.nbytes)] for address in job.addresses], ()
+
+    def _fill(self, job: _Job, views: list[memoryview]) -> int:
+        """Read until every view is full or the file ends; bytes read or -errno."""
+        got = 0
+        while views:
             try:
-                count = self._read(job.fd, rest, job.offset + got)
+                count = self._read(job.fd, views, job.offset + got)
             except InterruptedError:
                 continue
             except OSError as error:
@@ -332,16 +367,25 @@ class PythonReadPool:
             if count <= 0:
                 break
             got += count
-        if self._drop_cache:
-            with contextlib.suppress(OSError):
-                os.posix_fadvise(job.fd, job.offset, total, os.POSIX_FADV_DONTNEED)
-        arrived = zip(views[: got // job.nbytes], job.checksums, strict=False)
-        job.damaged = [
-            index
-            for index, (view, expected) in enumerate(arrived)
-            if expected != UNCHECKED and zlib.crc32(view) != expected
-        ]
+            views = _rest(views, count)
         return got
+
+
+def _rest(views: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of views after their first ``count`` bytes."""
+    for index, view in enumerate(views):
+        if count < len(view):
+            return [view[count:], *views[index + 1 :]]
+        count -= len(view)
+    return []
+
+
+def _crc32(views: Sequence[memoryview]) -> int:
+    """The checksum of views that follow each other."""
+    crc = 0
+    for view in views:
+        crc = zlib.crc32(view, crc)
+    return crc
 
 
 _open_pools, _usual_interval = 0, 0.0

@@ -8,9 +8,10 @@ runs for every layer of every token.
 from __future__ import annotations
 
 import ctypes
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 
+from aegis.kernels.base import SlotPart
 from aegis.tiers.arena import Arena
 from aegis.tiers.errors import SlotError
 from aegis.tiers.store import READ_ALIGN
@@ -23,13 +24,23 @@ def _ignore(key: int) -> None:
     del key
 
 
+def _nothing() -> None:
+    """No computation outlasts its call."""
+
+
 class SlotPool:
     """``num_slots`` slots of ``stride`` bytes from address ``base`` on (a SlotMemory)."""
 
     def __init__(
-        self, num_slots: int, stride: int, base: int = 0, arena: Arena | None = None
+        self,
+        num_slots: int,
+        stride: int,
+        base: int = 0,
+        arena: Arena | None = None,
+        parts: tuple[SlotPart, ...] = (),
     ) -> None:
-        """base: where the slots lie, in whatever memory; 0 when only the bookkeeping is wanted."""
+        """base: where the slots lie, in whatever memory; 0 when only the bookkeeping is wanted.
+        parts: where slots lie if they are not one range each."""
         if num_slots < 1:
             raise SlotError(f"a pool of {num_slots} slots was asked for; it needs at least one")
         if base % READ_ALIGN or stride % READ_ALIGN or stride < READ_ALIGN:
@@ -54,6 +65,14 @@ class SlotPool:
         self.hot_index = [NOWHERE] * num_slots
         self.on_waste: Callable[[int], None] = _ignore
         """Called with the key of a guess that is dropped without ever being chosen."""
+        self.parts = parts
+        self.settle: Callable[[], None] = _nothing
+        """Called before a slot is written to: waits for computations that may still read it."""
+        self.experts_per_layer = 1 << 60
+        self.resident: Counter[int] = Counter()
+        """Layer to how many of its experts lie in slots."""
+        self.changes: Counter[int] = Counter()
+        """Layer to how often an expert of its has come, gone or moved."""
 
     @classmethod
     def in_arena(cls, arena: Arena, num_slots: int, stride: int, name: str = "slots") -> SlotPool:
@@ -61,10 +80,15 @@ class SlotPool:
         region = arena.take(name, num_slots * stride, align=READ_ALIGN)
         return cls(num_slots, stride, int(region.ctypes.data), arena)
 
+    def address(self, slot: int) -> int:
+        """What the read pool knows a slot by: its address, or its number where slots have parts."""
+        return slot if self.parts else self.base + slot * self.stride
+
     def begin(self, slot: int, key: int) -> None:
         """A free slot starts being read into; it becomes the newest transient one."""
         if self.state[slot] != FREE or slot != self.free[-1]:
             raise SlotError(f"slot {slot} cannot be read into: it is not the next free one")
+        self.settle()
         self.free.pop()
         self.state[slot] = READING
         self.key_of[slot] = key
@@ -76,6 +100,12 @@ class SlotPool:
         if self.state[slot] != READING:
             raise SlotError(f"slot {slot} is not being read into")
         self.state[slot] = RESIDENT
+        self._note_resident(self.key_of[slot], +1)
+
+    def _note_resident(self, key: int, change: int) -> None:
+        layer = key // self.experts_per_layer
+        self.resident[layer] += change
+        self.changes[layer] += 1
 
     def fail(self, slot: int) -> None:
         """The read into ``slot`` failed or was withdrawn: the slot is free, its pins are void."""
@@ -94,6 +124,8 @@ class SlotPool:
     def _drop(self, slot: int) -> None:
         if self.hot_index[slot] != NOWHERE:
             self.cool(slot)
+        if self.state[slot] == RESIDENT:
+            self._note_resident(self.key_of[slot], -1)
         del self.transient[slot]
         del self.slot_of[self.key_of[slot]]
         self.key_of[slot] = NOWHERE
@@ -137,6 +169,7 @@ class SlotPool:
     def rebuild(self) -> None:
         """Put the books in order after an interruption anywhere: what is resident stays, without
         pins; every other slot is free. No read may be under way."""
+        self.settle()
         hot = set(self.hot)
         resident: dict[int, int] = {}
         for slot in range(self.capacity):
@@ -144,6 +177,9 @@ class SlotPool:
                 resident.setdefault(self.key_of[slot], slot)
         kept = set(resident.values())
         self.slot_of = resident
+        self.resident.clear()
+        for key in resident:
+            self._note_resident(key, +1)
         self.free = [slot for slot in range(self.capacity - 1, -1, -1) if slot not in kept]
         self.hot = sorted(hot & kept)
         self.transient = OrderedDict.fromkeys(sorted(kept - hot))
@@ -173,6 +209,7 @@ class SlotPool:
         Experts move to a lower free slot, hot ones also over a transient one; the rest is
         forgotten. Stops at a slot that is pinned or being read."""
         before = self.capacity
+        self.settle()
         while self.capacity > max(1, before - count):
             slot = self.capacity - 1
             if self.state[slot] == READING or self.pins[slot]:
@@ -230,9 +267,7 @@ class SlotPool:
         if target == NOWHERE:
             self.forget(slot)
             return
-        if self.base:
-            to, origin = (self.base + index * self.stride for index in (target, slot))
-            ctypes.memmove(to, origin, self.stride)
+        self._copy(slot, target)
         key, hot, guessed = self.key_of[slot], self.hot_index[slot] != NOWHERE, self.guessed[slot]
         self.guessed[slot] = False
         self.forget(slot)
@@ -243,6 +278,13 @@ class SlotPool:
         self.guessed[target] = guessed
         if hot:
             self.heat(target)
+
+    def _copy(self, slot: int, target: int) -> None:
+        """Bring the bytes of one slot into another."""
+        whole = (SlotPart(0, self.stride, self.base, self.stride),) if self.base else ()
+        for part in self.parts or whole:
+            to, origin = (part.base + index * part.stride for index in (target, slot))
+            ctypes.memmove(to, origin, part.nbytes)
 
     def _target_below(self, slot: int) -> int:
         lower = [other for other in self.free if other < slot]

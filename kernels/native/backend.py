@@ -6,7 +6,7 @@ Sums have one fixed order, so no result depends on rows per call, threads or ins
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,8 @@ from aegis.kernels.base import (
     HeadSpec,
     KVSpec,
     Layout,
+    OwnMemory,
+    Queue,
     RouterSpec,
     SlotMemory,
     Weight,
@@ -37,7 +39,9 @@ class NativeBackend:
     """Backend on the processor's vector units; see aegis.kernels.base.Backend."""
 
     name = "native"
-    owns_workspace = False
+    owned: Collection[str] = ()
+    memory: OwnMemory | None = None
+    queue: Queue | None = None
     layouts: Sequence[Layout] = ("il16",)
 
     def __init__(self, threads: int | None = None) -> None:

@@ -14,7 +14,7 @@ from aegis.kernels.reference.linear import F32, rms_norm, widen
 from aegis.kernels.reference.moe import Clock, ReferenceExperts, ReferenceRouter
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from numpy.typing import NDArray
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
         KVCache,
         KVSpec,
         Layout,
+        OwnMemory,
+        Queue,
         RouterSpec,
         SlotMemory,
         WorkspaceSpec,
@@ -93,7 +95,9 @@ class ReferenceBackend:
 
     name = "reference"
     layouts: tuple[Layout, ...] = ("il16", "row")
-    owns_workspace = True
+    owned: Collection[str] = ("workspace", "logits")
+    memory: OwnMemory | None = None
+    queue: Queue | None = None
 
     def __init__(self, threads: int | None = None) -> None:
         self._clock = Clock()

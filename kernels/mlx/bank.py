@@ -1,0 +1,76 @@
+"""The routed experts' matrices in slot pools, and the SwiGLU of some of them.
+
+Shapes never depend on where experts lie or when they came: MLX picks kernels by the rows of a call
+and by how many experts it names, and other kernels sum in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import mlx.core as mx
+
+from aegis.kernels.base import Segment
+from aegis.kernels.mlx.device import Traits
+from aegis.kernels.mlx.linear import swiglu
+from aegis.kernels.mlx.memory import Arrays
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+class Bank:
+    """All slots' experts as matrices."""
+
+    def __init__(
+        self, traits: Traits, segments: Mapping[str, Segment], pools: Mapping[str, Arrays]
+    ) -> None:
+        self._matrices = [_Matrix(traits, segments[name], pools[name]) for name in PROJECTIONS]
+        self.copies = any(matrix.copies for matrix in self._matrices)
+        """Chosen experts are copied out of their slots: kernels need other numbers."""
+
+    def ffn(self, x: mx.array, slots: mx.array, index: mx.array | None = None) -> mx.array:
+        """x [n, M, H] through experts to [n, M, H].
+
+        index None: rows x[i] through slots[i], or x [1, M, H] through each of them; else x[i] goes
+        through slots[index[i]].
+        """
+        gate, up, down = self._matrices
+        inner = swiglu(gate(x, slots, index), up(x, slots, index))
+        return down(inner, slots, index)
+
+
+class _Matrix:
+    """One of an expert's matrices in every slot."""
+
+    def __init__(self, traits: Traits, segment: Segment, pools: Arrays) -> None:
+        self._format, self._pools, self._dtype = segment.format, pools, traits.dtype
+        dense = segment.format.kind == "dense"
+        self.copies = dense or pools[-1].dtype != traits.dtype
+
+    def __call__(self, x: mx.array, slots: mx.array, index: mx.array | None) -> mx.array:
+        arrays = self._pools
+        if self.copies:
+            arrays = self._taken(slots)
+            which = mx.arange(slots.shape[0], dtype=mx.uint32) if index is None else index
+        else:
+            which = slots if index is None else slots[index]
+        if self._format.kind == "dense":
+            return mx.gather_mm(x, arrays[0].swapaxes(-1, -2), rhs_indices=which)
+        codes, scales, biases = arrays
+        return mx.gather_qmm(
+            x,
+            codes,
+            scales,
+            biases,
+            rhs_indices=which,
+            transpose=True,
+            group_size=self._format.group_size,
+            bits=self._format.bits,
+        )
+
+    def _taken(self, slots: mx.array) -> Arrays:
+        """Copies of the experts in ``slots``, their numbers as activations are."""
+        if self._format.kind == "dense":
+            return (self._pools[0][slots].astype(self._dtype),)
+        codes, scales, biases = (pool[slots] for pool in self._pools)
+        return codes, scales.astype(self._dtype), biases.astype(self._dtype)

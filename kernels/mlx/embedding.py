@@ -1,0 +1,63 @@
+"""The embedding block: dequantised rows of the table."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from aegis.kernels.base import Format, Layout, Weight
+from aegis.kernels.mlx.device import Traits
+from aegis.kernels.mlx.memory import MlxMemory
+from aegis.kernels.sizes import dtype_nbytes
+
+_VIEWS = {"bf16": mx.bfloat16, "f16": mx.float16, "f32": mx.float32}
+
+
+class MlxEmbedding:
+    """EmbeddingBlock over layout row. A row of a quantised table lies in three places of it, so
+    only plain numbers can stay on disk."""
+
+    def __init__(
+        self,
+        memory: MlxMemory,
+        traits: Traits,
+        shape: tuple[int, int],
+        fmt: Format,
+        layout: Layout,
+        table: Weight | None,
+    ) -> None:
+        if layout != "row":
+            raise ValueError(f"the mlx backend reads layout row, not {layout}")
+        if table is None and fmt.kind != "dense":
+            raise ValueError("a quantised embedding table in layout row must be in memory")
+        self._format, self._traits = fmt, traits
+        self._arrays = None if table is None else memory.arrays(table)
+        self.row_nbytes = shape[1] * dtype_nbytes(fmt) if fmt.kind == "dense" else 0
+
+    def row_offset(self, token_id: int) -> int:
+        """Where an id's row starts in the stored table."""
+        return token_id * self.row_nbytes
+
+    def __call__(self, ids: NDArray[np.int32] | mx.array) -> mx.array:
+        """ids [T] to [T, H]."""
+        if self._arrays is None:
+            raise ValueError("the embedding table is on disk: read its rows and use from_rows")
+        where = ids if isinstance(ids, mx.array) else mx.array(ids)
+        rows = [array[where] for array in self._arrays]
+        dtype = self._traits.dtype
+        if self._format.kind == "dense":
+            return rows[0].astype(dtype)
+        codes, scales, biases = rows
+        return mx.dequantize(
+            codes,
+            scales.astype(dtype),
+            biases.astype(dtype),
+            group_size=self._format.group_size,
+            bits=self._format.bits,
+        )
+
+    def from_rows(self, ids: NDArray[np.int32], rows: NDArray[np.uint8]) -> mx.array:
+        """The same from rows read from disk, uint8 [T, row_nbytes]."""
+        numbers = mx.array(rows[: len(ids)]).view(_VIEWS[self._format.dtype])
+        return numbers.astype(self._traits.dtype)

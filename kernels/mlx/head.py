@@ -1,0 +1,36 @@
+"""The head block: final norm and logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from aegis.kernels.base import HeadSpec, Weight
+from aegis.kernels.mlx.device import Traits
+from aegis.kernels.mlx.linear import Linear, vector
+from aegis.kernels.mlx.memory import MlxMemory
+
+
+class MlxHead:
+    """HeadBlock on MLX. Every row alone: kernels for several rows sum in another order."""
+
+    def __init__(
+        self, memory: MlxMemory, traits: Traits, spec: HeadSpec, weights: Mapping[str, Weight]
+    ) -> None:
+        self._eps = spec.rms_norm_eps
+        self._norm = vector(memory, traits, weights["norm"])
+        self._lm_head = Linear(memory, traits, weights["lm_head"])
+        self._one = mx.compile(self._logits)
+
+    def __call__(self, x: mx.array) -> NDArray[np.float32]:
+        """x [T, H] to logits [T, vocab_size]."""
+        logits: NDArray[np.float32] = np.array(
+            mx.concatenate([self._one(x[row : row + 1]) for row in range(len(x))])
+        )
+        return logits
+
+    def _logits(self, x: mx.array) -> mx.array:
+        return self._lm_head(mx.fast.rms_norm(x, self._norm, self._eps)).astype(mx.float32)

@@ -1,0 +1,78 @@
+"""What MLX would compute on here, found out without importing it (standard library only)."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from aegis.kernels.base import BackendUnavailableError
+
+Device = Literal["metal", "cuda", "cpu"]
+
+_CUDA = ("mlx-cuda-13", "mlx-cuda-12", "mlx-cuda")
+"""Distributions that bring MLX's library for NVIDIA."""
+_DRIVER = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg", "/dev/nvhost-gpu")
+"""One of these is there where an NVIDIA driver is."""
+
+
+def installed_device() -> Device:
+    """The device that the installed MLX is for.
+
+    Raises:
+        BackendUnavailableError: MLX is not installed; the message says what to install.
+    """
+    if sys.platform == "darwin" and platform.machine() != "arm64":
+        raise BackendUnavailableError("the mlx backend needs Apple silicon or an NVIDIA GPU")
+    if not _importable():
+        raise BackendUnavailableError(_what_to_install())
+    if sys.platform == "darwin":
+        return "metal"
+    if any(map(_installed, _CUDA)) and has_nvidia_driver():
+        return "cuda"
+    return "cpu"
+
+
+def why_not_chosen() -> str | None:
+    """Why ``auto`` takes another backend although this one can run; None where it takes it."""
+    if installed_device() != "cpu":
+        return None
+    advice = "it is chosen with --backend mlx"
+    if has_nvidia_driver():
+        advice = f"for the NVIDIA GPU here {_install('cuda13')} (or cuda12, for older drivers)"
+    return f"MLX is installed without a GPU that it could use, and slow on the CPU; {advice}"
+
+
+def has_nvidia_driver() -> bool:
+    """Whether this machine has an NVIDIA GPU that programs can use."""
+    return any(Path(path).exists() for path in _DRIVER)
+
+
+def _importable() -> bool:
+    try:
+        return find_spec("mlx.core") is not None
+    except ImportError:
+        return False
+
+
+def _installed(distribution: str) -> bool:
+    try:
+        version(distribution)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def _what_to_install() -> str:
+    if sys.platform == "darwin":
+        return "the mlx backend needs MLX, which is not installed: run pip install mlx"
+    extra = "cuda13" if has_nvidia_driver() else "mlx-cpu"
+    other = "cuda12 for older drivers" if has_nvidia_driver() else "cuda13 or cuda12 for NVIDIA"
+    return f"the mlx backend needs MLX, which is not installed: {_install(extra)} ({other})"
+
+
+def _install(extra: str) -> str:
+    return f"run pip install 'aegis-moe[{extra}]'"

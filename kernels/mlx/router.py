@@ -1,0 +1,165 @@
+"""The router block, and routing that stays on the device until somebody looks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from aegis.kernels.base import RouterSpec, Routing, Weight
+from aegis.kernels.mlx.device import Traits
+from aegis.kernels.mlx.linear import Linear, vector
+from aegis.kernels.mlx.memory import MlxMemory
+
+I32 = NDArray[np.int32]
+_Route = Callable[[mx.array], tuple[mx.array, mx.array, mx.array]]
+_NOBODY = np.empty(0, np.int32)
+
+
+class MlxRouting(Routing):
+    """Chosen experts on the device, best first; ``experts`` and ``guess`` wait for them."""
+
+    def __init__(self, chosen: mx.array, guessed: mx.array | None, spec: RouterSpec) -> None:
+        """chosen: int32 [T, K + candidates] for T = 1, what follows K is the guess; else [T, K],
+        and guessed [T, K] or None."""
+        self._chosen, self._guessed, self._spec = chosen, guessed, spec
+        self._host: tuple[I32, I32] | None = None
+        self.weights: mx.array
+        self.normed: mx.array
+
+    @property
+    def ids(self) -> mx.array:
+        """int32 [T, K] on the device, in the order of ``weights``."""
+        return self._chosen[:, : self._spec.num_experts_per_tok]
+
+    @property
+    def ranked(self) -> I32:
+        """``ids`` on the host."""
+        return self._on_host()[0]
+
+    @property
+    def experts(self) -> I32:
+        """See Routing."""
+        return np.sort(self.ranked, axis=-1)
+
+    @property
+    def guess(self) -> I32:
+        """See Routing."""
+        return self._on_host()[1]
+
+    def pending(self) -> list[mx.array]:
+        """What has to be computed before the host can look."""
+        return [self._chosen] if self._guessed is None else [self._chosen, self._guessed]
+
+    def _on_host(self) -> tuple[I32, I32]:
+        if self._host is None:
+            chosen = np.array(self._chosen)
+            top = self._spec.num_experts_per_tok
+            if self._guessed is None:
+                self._host = chosen[:, :top], chosen[0, top:] if len(chosen) == 1 else _NOBODY
+            else:
+                self._host = chosen, _most_chosen(np.array(self._guessed), self._spec.num_experts)
+        return self._host
+
+
+def read(routings: Sequence[Routing]) -> None:
+    """Compute all of these, waiting once."""
+    mx.eval([array for r in routings if isinstance(r, MlxRouting) for array in r.pending()])
+
+
+def _most_chosen(rows: I32, num_experts: int) -> I32:
+    """Expert ids by how many rows chose them, then by id; those that nobody chose left out."""
+    counts = np.bincount(rows.reshape(-1), minlength=num_experts)
+    ranked = np.argsort(-counts, kind="stable")
+    return ranked[: np.count_nonzero(counts)].astype(np.int32)
+
+
+class MlxRouter:
+    """RouterBlock on MLX; scores are float32 whatever activations are."""
+
+    def __init__(
+        self,
+        memory: MlxMemory,
+        traits: Traits,
+        spec: RouterSpec,
+        weights: Mapping[str, Weight],
+        next_spec: RouterSpec | None,
+        next_weights: Mapping[str, Weight] | None,
+    ) -> None:
+        self._spec, self._next_spec = spec, next_spec
+        self._scorer = _Scorer(memory, traits, spec, weights)
+        self._next: _Scorer | None = None
+        if next_spec is not None and next_weights is not None:
+            self._next = _Scorer(memory, traits, next_spec, next_weights)
+        self._one = {0: mx.compile(self._route)}
+        """Compiled for one row, by the number of candidates."""
+
+    def __call__(self, x: mx.array, candidates: int) -> MlxRouting:
+        """x [T, H] after attention to its routing; nothing is computed yet."""
+        spec, following = self._spec, self._next
+        if following is None:
+            candidates = 0
+        elif candidates:
+            assert self._next_spec is not None
+            candidates = min(candidates, self._next_spec.num_experts)
+        if x.shape[0] == 1:
+            normed, weights, chosen = self._route_one(candidates)(x)
+            routing = MlxRouting(chosen, None, spec)
+        else:
+            normed, weights, chosen = self._route(x)
+            guessed = None
+            if candidates and following is not None:
+                guessed = following.best(following.score(x)[1], spec.num_experts_per_tok)
+            routing = MlxRouting(chosen, guessed, spec)
+        routing.normed, routing.weights = normed, weights
+        return routing
+
+    def _route(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        """Normed rows [T, H], mixing weights [T, K] and the ids they belong to."""
+        spec, scorer = self._spec, self._scorer
+        normed, scores = scorer.score(x)
+        chosen = scorer.best(scores, spec.num_experts_per_tok)
+        weights = mx.take_along_axis(mx.softmax(scores, axis=-1), chosen, axis=-1)
+        if spec.norm_topk_prob:
+            weights = weights / weights.sum(axis=-1, keepdims=True)
+        return normed, weights.astype(x.dtype), chosen
+
+    def _route_one(self, candidates: int) -> _Route:
+        if candidates not in self._one:
+            following = self._next
+            assert following is not None
+
+            def route(x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+                normed, weights, chosen = self._route(x)
+                guessed = following.best(following.score(x)[1], candidates)
+                return normed, weights, mx.concatenate([chosen, guessed], axis=-1)
+
+            self._one[candidates] = mx.compile(route)
+        return self._one[candidates]
+
+
+class _Scorer:
+    """One layer's norm and gate."""
+
+    def __init__(
+        self,
+        memory: MlxMemory,
+        traits: Traits,
+        spec: RouterSpec,
+        weights: Mapping[str, Weight],
+    ) -> None:
+        self._eps = spec.rms_norm_eps
+        self._norm = vector(memory, traits, weights["norm"])
+        self._gate = Linear(memory, traits, weights["gate"])
+
+    def score(self, x: mx.array) -> tuple[mx.array, mx.array]:
+        """Normed rows and their float32 scores [T, E]."""
+        normed = mx.fast.rms_norm(x, self._norm, self._eps)
+        return normed, self._gate(normed).astype(mx.float32)
+
+    @staticmethod
+    def best(scores: mx.array, count: int) -> mx.array:
+        """Ids of the highest scores, best first, int32 [T, count]."""
+        return mx.argsort(-scores, axis=-1)[:, :count].astype(mx.int32)

@@ -1,0 +1,109 @@
+"""Byte counts of the mlx backend (standard library only, for planning)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from aegis.kernels.base import KVSpec, Segment, WorkspaceSpec
+from aegis.kernels.sizes import RECORD_ALIGN, align_up, row_parts
+
+PREFILL_STEP = 256
+"""Rows of a prefill chunk. A constant, on a grid of absolute positions: MLX picks other kernels,
+which sum in another order, for other numbers of rows."""
+
+TILE_ROWS = 32
+"""Rows of one expert that a prefill chunk computes together."""
+
+CALL_TILES = 64
+"""Tiles of one call."""
+
+TAKEN_EXPERTS = 8
+"""Experts that are copied out of their slots at once, where kernels need other number formats."""
+
+ATTENTION_ROWS = 64
+"""Queries of one call where scores are kept in memory."""
+
+CACHE_NBYTES = 16 << 20
+"""Freed buffers that MLX may keep for the next operation."""
+
+_POSITIONS = 256
+"""KV caches have a multiple of so many positions, as cuDNN's attention for one query wants."""
+_PAGE = 16 << 10
+"""MLX rounds large buffers up to so many bytes."""
+_LIVE = 3
+"""Stages of a block whose results are in memory together: each frees its inputs when it is done."""
+
+
+class SlotRange(NamedTuple):
+    """One array of an expert: where a record holds it."""
+
+    offset: int
+    nbytes: int
+
+
+def segment_ranges(segment: Segment) -> tuple[SlotRange, ...]:
+    """The arrays of one matrix in a row-layout record: codes, scales, biases, or the numbers."""
+    if segment.format.kind == "dense":
+        return (SlotRange(segment.offset, segment.nbytes),)
+    parts = row_parts(segment.shape, segment.format, RECORD_ALIGN)
+    return (
+        SlotRange(segment.offset, parts.codes_nbytes),
+        SlotRange(segment.offset + parts.scales_offset, parts.params_nbytes),
+        SlotRange(segment.offset + parts.biases_offset, parts.params_nbytes),
+    )
+
+
+def slot_nbytes(segments: Mapping[str, Segment], stride: int) -> int:
+    """Memory of one slot: the record without its padding."""
+    del stride
+    return sum(part.nbytes for segment in segments.values() for part in segment_ranges(segment))
+
+
+def capacity(spec: KVSpec) -> int:
+    """Positions that a cache has room for."""
+    return align_up(spec.context, _POSITIONS)
+
+
+def kv_nbytes(spec: KVSpec) -> int:
+    """Keys and values of one layer, each an array of its own."""
+    numbers = spec.num_key_value_heads * capacity(spec) * spec.head_dim
+    return 2 * align_up(numbers * spec.number_nbytes, _PAGE)
+
+
+def workspace_nbytes(spec: WorkspaceSpec) -> int:
+    """The largest temporaries of one block, what MLX keeps for reuse, and widened scales."""
+    logits = 3 * spec.max_logit_rows * spec.vocab_size * 4
+    largest = max(_attention(spec), _experts(spec))
+    return largest + logits + _widened(spec) + _kv_copy(spec) + CACHE_NBYTES + 64 * _PAGE
+
+
+def _attention(spec: WorkspaceSpec) -> int:
+    width = (spec.num_attention_heads + 2 * spec.num_key_value_heads) * spec.head_dim
+    rows = spec.max_tokens * (2 * spec.hidden_size + _LIVE * width) * spec.number_nbytes
+    queries = min(spec.max_tokens, ATTENTION_ROWS)
+    scores = spec.num_attention_heads * queries * spec.context
+    return rows + _LIVE * scores * spec.number_nbytes
+
+
+def _experts(spec: WorkspaceSpec) -> int:
+    inner = spec.moe_intermediate_size
+    tile_rows = CALL_TILES * TILE_ROWS
+    call = tile_rows * (2 * spec.hidden_size + _LIVE * inner)
+    pairs = spec.max_tokens * spec.num_experts_per_tok * spec.hidden_size
+    shared = spec.max_tokens * (_LIVE * spec.shared_expert_intermediate_size + spec.hidden_size)
+    rows = call + 3 * pairs + shared + 4 * spec.max_tokens * spec.hidden_size
+    # Codes at up to 8 bits with float32 scales, or plain numbers.
+    taken = TAKEN_EXPERTS * 3 * spec.hidden_size * inner * 4
+    return rows * spec.number_nbytes + (taken if spec.number_nbytes == 4 else 0)
+
+
+def _widened(spec: WorkspaceSpec) -> int:
+    """Scales and biases of resident weights as float32, one of each per 64 inputs."""
+    return spec.num_resident_weights // 8 if spec.number_nbytes == 4 else 0
+
+
+def _kv_copy(spec: WorkspaceSpec) -> int:
+    """A layer's keys may be copied while an operation before still reads them."""
+    one = KVSpec(spec.num_key_value_heads, spec.head_dim, spec.context, spec.number_nbytes)
+    return kv_nbytes(one)

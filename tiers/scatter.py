@@ -1,0 +1,97 @@
+"""Where the bytes of a record go when a slot is not one range of memory.
+
+A direct read needs addresses, offsets and sizes that are multiples of 4096. The parts of a slot that
+have such are read into; all others come through a bounce buffer of the reader's thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from aegis.kernels.base import SlotPart
+from aegis.kernels.sizes import RECORD_ALIGN
+
+
+class _Range(NamedTuple):
+    """Bytes of a record that are read to one place: a part's, or (None) the bounce buffer."""
+
+    nbytes: int
+    part: SlotPart | None
+
+
+class Copy(NamedTuple):
+    """What is to be copied once a read has ended: addresses and a size."""
+
+    source: int
+    target: int
+    nbytes: int
+
+
+class Scatter:
+    """How records of ``nbytes`` are split over the parts of slots."""
+
+    def __init__(self, parts: Sequence[SlotPart], nbytes: int) -> None:
+        self._ranges: list[_Range] = []
+        self._copied: list[tuple[SlotPart, int]] = []
+        """Parts that are not read into, and where in the bounce buffer they arrive."""
+        self.bounce_nbytes = 0
+        """Bytes of a record that go through the bounce buffer, padding included."""
+        at, waiting = 0, list[SlotPart]()
+        for part in sorted(parts, key=lambda part: part.offset):
+            if _direct(part):
+                self._bounce(at, part.offset, waiting)
+                self._ranges.append(_Range(part.nbytes, part))
+                at, waiting = part.offset + part.nbytes, []
+            else:
+                waiting.append(part)
+        self._bounce(at, nbytes, waiting)
+        self._own = threading.local()
+
+    def _bounce(self, begin: int, end: int, parts: Sequence[SlotPart]) -> None:
+        """Bytes ``begin`` to ``end`` of a record, with the parts in them, are bounced."""
+        if begin == end:
+            return
+        self._ranges.append(_Range(end - begin, None))
+        for part in parts:
+            self._copied.append((part, self.bounce_nbytes + part.offset - begin))
+        self.bounce_nbytes += end - begin
+
+    def places(self, slots: Sequence[int]) -> tuple[list[list[memoryview]], list[Copy]]:
+        """Where to read records that go to these slots, one list of views for each, and what to
+        copy afterwards. The bounce buffer is the calling thread's: read and copy before asking
+        again."""
+        buffer = self._buffer(len(slots) * self.bounce_nbytes)
+        records, copies, at = list[list[memoryview]](), list[Copy](), buffer
+        for slot in slots:
+            views, begin = list[memoryview](), at
+            for nbytes, part in self._ranges:
+                if part is None:
+                    views.append(view_of(at, nbytes))
+                    at += nbytes
+                else:
+                    views.append(view_of(part.base + slot * part.stride, nbytes))
+            for part, place in self._copied:
+                target = part.base + slot * part.stride
+                copies.append(Copy(begin + place, target, part.nbytes))
+            records.append(views)
+        return records, copies
+
+    def _buffer(self, nbytes: int) -> int:
+        """The address of this thread's buffer, which has at least so many bytes."""
+        held: mmap.mmap | None = getattr(self._own, "buffer", None)
+        if held is None or len(held) < nbytes:
+            self._own.buffer = held = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE))
+        return ctypes.addressof(ctypes.c_char.from_buffer(held))
+
+
+def _direct(part: SlotPart) -> bool:
+    return not any(n % RECORD_ALIGN for n in (part.offset, part.nbytes, part.base, part.stride))
+
+
+def view_of(address: int, nbytes: int) -> memoryview:
+    """Memory at an address, writable."""
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
