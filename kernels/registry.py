@@ -4,23 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from aegis.kernels.base import BackendUnavailableError
 
 if TYPE_CHECKING:
-    from aegis.kernels.base import Backend
+    from aegis.kernels.base import Backend, Numbers
 
 
-def _open_mlx(threads: int | None) -> Backend:
-    raise BackendUnavailableError("the mlx backend is not part of this version")
+def _open_mlx(threads: int | None, numbers: Numbers) -> Backend:
+    del threads
+    try:
+        from aegis.kernels.mlx.backend import MlxBackend
+    except ImportError as error:
+        raise BackendUnavailableError(
+            f"MLX is installed but cannot be loaded ({error}): install it again"
+        ) from error
+    return MlxBackend(numbers)
 
 
 def _check_mlx() -> None:
-    _open_mlx(None)
+    from aegis.kernels.mlx.probe import installed_device
+
+    installed_device()
 
 
-def _open_native(threads: int | None) -> Backend:
+def _check_mlx_gpu() -> None:
+    from aegis.kernels.mlx.probe import why_not_chosen
+
+    if (why := why_not_chosen()) is not None:
+        raise BackendUnavailableError(why)
+
+
+def _open_native(threads: int | None, numbers: Numbers) -> Backend:
     _check_native()
     from aegis.kernels.native.backend import NativeBackend
 
@@ -37,7 +53,7 @@ def _check_native() -> None:
         ) from error
 
 
-def _open_reference(threads: int | None) -> Backend:
+def _open_reference(threads: int | None, numbers: Numbers) -> Backend:
     from aegis.kernels.reference.backend import ReferenceBackend
 
     return ReferenceBackend(threads)
@@ -47,10 +63,18 @@ def _check_reference() -> None:
     """numpy is a dependency of the distribution: always there."""
 
 
-_BACKENDS: dict[str, tuple[Callable[[], None], Callable[[int | None], Backend]]] = {
-    "mlx": (_check_mlx, _open_mlx),
-    "native": (_check_native, _open_native),
-    "reference": (_check_reference, _open_reference),
+class _Entry(NamedTuple):
+    """A backend: whether it can run, whether ``auto`` should take it, and how to open it."""
+
+    check: Callable[[], None]
+    check_auto: Callable[[], None]
+    open: Callable[[int | None, Numbers], Backend]
+
+
+_BACKENDS = {
+    "mlx": _Entry(_check_mlx, _check_mlx_gpu, _open_mlx),
+    "native": _Entry(_check_native, _check_native, _open_native),
+    "reference": _Entry(_check_reference, _check_reference, _open_reference),
 }
 NAMES = tuple(_BACKENDS)
 """Every backend, preferred first."""
@@ -58,7 +82,10 @@ NAMES = tuple(_BACKENDS)
 
 def reason(name: str) -> str | None:
     """Why this backend cannot run here; None where it can."""
-    check, _ = _entry(name)
+    return _sentence(_entry(name).check)
+
+
+def _sentence(check: Callable[[], None]) -> str | None:
     try:
         check()
     except BackendUnavailableError as error:
@@ -71,21 +98,25 @@ def available() -> list[tuple[str, str | None]]:
     return [(name, reason(name)) for name in NAMES]
 
 
+def why_not_auto(name: str) -> str | None:
+    """Why ``auto`` passes this backend over; None where it would take it."""
+    return _sentence(_entry(name).check_auto)
+
+
 def resolve(name: str = "auto") -> str:
     """The backend that ``name`` stands for; BackendUnavailableError says why there is none."""
     if name != "auto":
-        _entry(name)[0]()
+        _entry(name).check()
         return name
-    return next(candidate for candidate, missing in available() if missing is None)
+    return next(candidate for candidate in NAMES if why_not_auto(candidate) is None)
 
 
-def create(name: str = "auto", threads: int | None = None) -> Backend:
-    """Open a backend. ``auto`` takes the first that can run; threads None: one per core."""
-    _, opener = _entry(resolve(name))
-    return opener(threads)
+def create(name: str = "auto", threads: int | None = None, numbers: Numbers = "f32") -> Backend:
+    """Open a backend. ``auto`` takes the first that is worth it; threads None: one per core."""
+    return _entry(resolve(name)).open(threads, numbers)
 
 
-def _entry(name: str) -> tuple[Callable[[], None], Callable[[int | None], Backend]]:
+def _entry(name: str) -> _Entry:
     if name not in _BACKENDS:
         known = ", ".join(NAMES)
         raise BackendUnavailableError(f"there is no backend named {name!r}: use auto, {known}")

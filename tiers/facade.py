@@ -90,6 +90,11 @@ class ExpertTiers:
         """How many experts to ask of the router for a guess (0: the guess needs none)."""
         return self._guesser.candidates
 
+    @property
+    def guesses(self) -> bool:
+        """Whether anything is read early while decoding."""
+        return self._guesser.width > 0
+
     def guess(self, layer_index: int, ranked: Sequence[int] | NDArray[np.int32] = ()) -> int:
         """Start reads for what MoE layer ``layer_index`` (counted among MoE layers) may choose.
 

@@ -130,6 +130,7 @@ class Engine:
     @property
     def stats(self) -> TierStats:
         """Hits, misses, late and wasted guesses, bytes read and waits, per layer and phase."""
+        self._opened.forward.count()
         return self._opened.tiers.stats
 
     def ledger(self) -> list[LedgerRow]:
@@ -291,13 +292,22 @@ class Engine:
             return
         tiers.begin_prefill()
         try:
-            for begin in range(start, len(ids), step):
-                chunk = list(ids[begin : begin + step])
-                hidden = self._guarded(self._opened.forward.prefill, chunk, begin)
-                self._cached.extend(chunk)
-                yield hidden, begin
+            begin = start
+            while begin < len(ids):
+                # On a grid of absolute positions: some backends' bits depend on a chunk's rows.
+                end = min(len(ids), (begin // step + 1) * step)
+                yield self._chunk(list(ids[begin:end]), begin), begin
+                begin = end
         finally:
             tiers.end_prefill()
+
+    def _chunk(self, ids: list[int], begin: int) -> Any:
+        """Hidden states [T, H] of one chunk."""
+        if len(ids) == 1:
+            return self.feed_token(ids[0])
+        hidden = self._guarded(self._opened.forward.prefill, ids, begin)
+        self._cached.extend(ids)
+        return hidden
 
     def _begin_prompt(self) -> None:
         self._opened.governor.read_limits()

@@ -6,7 +6,7 @@ what to read early, and the blocks sum in an order that does not depend on arriv
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from aegis.kernels.base import Array, Routing
+    from aegis.kernels.base import Array, Queue, QueuedExpertsBlock, Routing
     from aegis.models.base import Decoder, DecoderLayer
     from aegis.tiers.facade import ExpertTiers
 
@@ -31,33 +31,79 @@ class Forward:
     """Runs a decoder over expert tiers."""
 
     def __init__(
-        self, decoder: Decoder, tiers: ExpertTiers, embed: Embed, watch: Callable[[], None]
+        self,
+        decoder: Decoder,
+        tiers: ExpertTiers,
+        embed: Embed,
+        watch: Callable[[], None],
+        queue: Queue | None = None,
     ) -> None:
-        """watch: called before every layer, while no slot is in use."""
+        """watch: called before every layer, while no slot is pinned. queue: the backend's."""
         self._decoder, self._tiers, self._embed, self._watch = decoder, tiers, embed, watch
+        self._queue = queue
+        self._tables: dict[int, tuple[NDArray[np.int32], Array]] = {}
+        """MoE layer to its table, on the host and as the backend wants it."""
+        self._unseen: list[tuple[int, Routing]] = []
+        """Routing that nobody has looked at yet, by MoE layer."""
 
     def decode(self, token: int, position: int) -> Array:
         """One token at ``position`` to its last hidden state [1, H]."""
+        self.count()
         x = self._embed(np.array([token], np.int32))
         candidates = self._tiers.candidates
         for layer in self._decoder.layers:
             self._watch()
+            table = self._table(layer.moe_index)
             x = layer.attention(x, layer.cache, position)
-            routing = layer.router(x, candidates)
-            x = self._decode_experts(layer, x, routing)
+            routing = layer.router(x, candidates if table is None else 0)
+            if table is None:
+                x = self._decode_experts(layer, x, routing)
+            else:
+                x = cast("QueuedExpertsBlock", layer.experts).from_table(x, routing, table)
+                self._unseen.append((layer.moe_index, routing))
         return x
+
+    def _table(self, index: int) -> Array | None:
+        """Where a layer's experts lie, if the backend can use it and nothing needs the routing:
+        all are in slots, and so are the next layer's, which would otherwise be guessed."""
+        if self._queue is None:
+            return None
+        table, following = self._tiers.table(index), index + 1
+        if table is None:
+            return None
+        guessed = self._tiers.guesses and following < len(self._decoder.layers)
+        if guessed and self._tiers.table(following) is None:
+            return None
+        known = self._tables.get(index)
+        if known is None or known[0] is not table:
+            self._tables[index] = known = (table, self._queue.table(table))
+        return known[1]
+
+    def count(self) -> None:
+        """Tell the tiers what was chosen by routers that nobody waited for, all at once."""
+        if not self._unseen or self._queue is None:
+            return
+        unseen, self._unseen = self._unseen, []
+        self._queue.read([routing for _, routing in unseen])
+        for index, routing in unseen:
+            self._tiers.note_hits(index, routing.experts[0])
 
     def _decode_experts(self, layer: DecoderLayer, x: Array, routing: Routing) -> Array:
         """Misses are being read while the guess goes out and the first experts are computed."""
         tiers, index = self._tiers, layer.moe_index
+        begun = self._queue is not None
+        if begun:
+            # The device computes the shared expert while the host looks at the routing.
+            layer.experts.begin(x, routing)
         acquired = tiers.acquire(index, routing.experts[0])
         try:
             if index + 1 < len(self._decoder.layers):
                 tiers.guess(index + 1, routing.guess)
             experts, slots = acquired.ready()
-            if acquired.complete:
-                return layer.experts(x, routing, experts, slots)
-            layer.experts.begin(x, routing)
+            if not begun:
+                if acquired.complete:
+                    return layer.experts(x, routing, experts, slots)
+                layer.experts.begin(x, routing)
             while True:
                 if len(experts):
                     layer.experts.add(experts, slots)
@@ -68,20 +114,24 @@ class Forward:
             acquired.release()
 
     def prefill(self, ids: Sequence[int], start: int) -> Array:
-        """A chunk of tokens at positions start.. to their last hidden states [T, H].
+        """A chunk of at least two tokens at positions start.. to their last hidden states [T, H].
 
         The tiers must be in prefill (``begin_prefill``).
         """
+        self.count()
         x = self._embed(np.asarray(ids, np.int32))
         candidates = self._tiers.candidates
         for layer in self._decoder.layers:
             self._watch()
             x = layer.attention(x, layer.cache, start)
             routing = layer.router(x, candidates)
+            if self._queue is not None:
+                layer.experts.begin(x, routing)
             experts, rows = np.unique(routing.experts, return_counts=True)
             guess = np.sort(routing.guess) if len(routing.guess) else None
             batches = self._tiers.prefill_layer(layer.moe_index, experts, guess, rows.tolist())
-            layer.experts.begin(x, routing)
+            if self._queue is None:
+                layer.experts.begin(x, routing)
             for batch, slots in batches:
                 layer.experts.add(batch, slots)
             x = layer.experts.finish()

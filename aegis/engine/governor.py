@@ -25,6 +25,7 @@ from aegis.settings import MIB
 from aegis.tiers.errors import ArenaError
 
 if TYPE_CHECKING:
+    from aegis.kernels.base import OwnMemory
     from aegis.tiers.arena import Arena
     from aegis.tiers.facade import ExpertTiers
 
@@ -67,12 +68,19 @@ class ProcessGauge:
     _all: ClassVar[list[ProcessGauge]] = []
     """Those of every engine that is open in this process: together they may take the sum."""
 
-    def __init__(self, cap_nbytes: int, arena: Arena, runtime: tuple[int, int] = (0, 0)) -> None:
+    def __init__(
+        self,
+        cap_nbytes: int,
+        arena: Arena,
+        runtime: tuple[int, int] = (0, 0),
+        memory: OwnMemory | None = None,
+    ) -> None:
         """runtime: its figure in the plan, and what was measured before the arena was made. What
-        the caller's own program held by then is not the engine's, so it does not count."""
+        the caller's own program held by then is not the engine's, so it does not count. memory:
+        the backend's, beside the arena."""
         planned, measured = runtime
-        self._cap_nbytes, self._arena = cap_nbytes, arena
-        held = sum(gauge._arena.nbytes - gauge._arena.released_nbytes for gauge in self._all)
+        self._cap_nbytes, self._arena, self._memory = cap_nbytes, arena, memory
+        held = sum(gauge._held_nbytes() for gauge in self._all)
         self._before_nbytes = max(0, measured - held - planned)
         self._fd = _open(_STATM)
         self._all.append(self)
@@ -82,11 +90,20 @@ class ProcessGauge:
         """How large this process may be."""
         return self._before_nbytes + sum(gauge._cap_nbytes for gauge in self._all)
 
+    def _held_nbytes(self) -> int:
+        """What was allocated for this engine's model and is part of the resident size."""
+        held = self._arena.nbytes - self._arena.released_nbytes
+        if self._memory is None:
+            return held
+        return held + sum(self._memory.measured().values()) - self._memory.beside_nbytes()
+
     def taken(self) -> int:
-        """Resident size of this process."""
+        """Resident size of this process, and what a device of its own holds."""
+        beside = 0 if self._memory is None else self._memory.beside_nbytes()
         if self._fd is None:
-            return memory.resident_nbytes()
-        return int(os.pread(self._fd, 64, 0).split(b" ", 2)[1]) * _PAGE_NBYTES
+            return memory.resident_nbytes() + beside
+        pages = int(os.pread(self._fd, 64, 0).split(b" ", 2)[1])
+        return pages * _PAGE_NBYTES + beside
 
     def room(self) -> int:
         """Bytes until the cap."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from aegis.checkpoint.layout import ExpertGeometry
     from aegis.checkpoint.store import Store
     from aegis.kernels.base import Backend, KVCache, Weight
     from aegis.planner import LedgerRow
@@ -79,10 +80,15 @@ class Opened:
 
     def __post_init__(self) -> None:
         planned = dict(self.plan.items)["runtime"]
-        process = ProcessGauge(self.plan.cap_nbytes, self.arena, (planned, self.runtime_nbytes))
+        memory = self.backend.memory
+        process = ProcessGauge(
+            self.plan.cap_nbytes, self.arena, (planned, self.runtime_nbytes), memory
+        )
         self.governor = Governor(self.tiers, process)
         embed = self.disk_embedding or self.decoder.embedding
-        self._forward = Forward(self.decoder, self.tiers, embed, self.governor.watch)
+        self._forward = Forward(
+            self.decoder, self.tiers, embed, self.governor.watch, self.backend.queue
+        )
 
     def describe(self) -> str:
         """Backend, reads and pages in one line."""
@@ -100,6 +106,8 @@ class Opened:
         """Planned against measured."""
         measured = {"runtime": self.runtime_nbytes}
         measured.update({name: size for name, (_, size) in self.arena.regions().items() if size})
+        if self.backend.memory is not None:
+            measured.update(self.backend.memory.measured())
         measured["slots"] -= min(measured["slots"], self.arena.released_nbytes)
         return make_ledger(
             self.plan.items,
@@ -207,21 +215,22 @@ def _allocate(
     )
     undo.callback(files.close)
     runtime_nbytes = memory.resident_nbytes()
-    backend = registry.create(request.backend, request.threads)
+    backend = registry.create(request.backend, request.threads, request.numbers)
     undo.callback(backend.close)
-    arena = Arena(_arena_nbytes(plan, backend.owns_workspace))
+    arena = Arena(_arena_nbytes(plan, backend.owned))
     undo.callback(arena.close)
     on_disk = plan.embedding == "disk"
     skip = {_EMBEDDING} if on_disk else set()
     weights = store.load_resident(
-        arena.take("resident_weights", layout.resident_nbytes(skip)), skip
+        _resident_memory(backend, arena, layout.resident_nbytes(skip)), skip
     )
     workspace = request.workspace(plan.prefill_step)
-    scratch = 0 if backend.owns_workspace else backend.workspace_nbytes(workspace)
+    scratch = 0 if "workspace" in backend.owned else backend.workspace_nbytes(workspace)
     backend.open_workspace(workspace, arena.take("workspace", scratch))
-    caches = _caches(backend, request, arena.take("kv_cache", items["kv_cache"]))
+    kv_nbytes = 0 if "kv_cache" in backend.owned else items["kv_cache"]
+    caches = _caches(backend, request, arena.take("kv_cache", kv_nbytes))
     rows = arena.take("embedding_rows", items["embedding_rows"], _ALIGN) if on_disk else None
-    slots = SlotPool.in_arena(arena, plan.total_slots, geometry.stride)
+    slots = _slots(backend, arena, plan.total_slots, geometry)
     backend.bind_slots(slots)
     parts = _parts(backend, weights, store, caches, settings)
     decoder = family(layout.model_type).build(layout.config, parts)
@@ -255,8 +264,26 @@ def _allocate(
     )
 
 
+def _resident_memory(backend: Backend, arena: Arena, nbytes: int) -> NDArray[np.uint8]:
+    if backend.memory is None:
+        return arena.take("resident_weights", nbytes)
+    return backend.memory.resident(nbytes)
+
+
+def _slots(backend: Backend, arena: Arena, count: int, geometry: ExpertGeometry) -> SlotPool:
+    """The slots, at the arena's end where they lie in it."""
+    if backend.memory is None:
+        return SlotPool.in_arena(arena, count, geometry.stride)
+    arena.take("slots", 0)
+    parts = backend.memory.slots(count, geometry.segments)
+    slots = SlotPool(count, geometry.stride, parts=parts)
+    if backend.queue is not None:
+        slots.settle = backend.queue.settle
+    return slots
+
+
 def _caches(backend: Backend, request: Request, region: NDArray[np.uint8]) -> list[KVCache]:
-    """Every layer's cache, one behind the other on 64-byte boundaries."""
+    """Every layer's cache, one behind the other on 64-byte boundaries of an arena's region."""
     caches, start = [], 0
     for spec in request.shape.kv_specs(request.context):
         nbytes = backend.kv_nbytes(spec)

@@ -6,9 +6,10 @@ small.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from aegis.kernels.base import WorkspaceSpec
+from aegis.kernels.base import Segment, WorkspaceSpec
 from aegis.kernels.native.sizes_attention import (
     attention_scratch_nbytes,
     head_scratch_nbytes,
@@ -16,7 +17,7 @@ from aegis.kernels.native.sizes_attention import (
     router_scratch_nbytes,
 )
 
-__all__ = ["Region", "experts_scratch_nbytes", "kv_nbytes", "regions", "workspace_nbytes"]
+__all__ = ["Region", "experts_scratch_nbytes", "kv_nbytes", "regions", "slot_nbytes", "workspace_nbytes"]
 
 UNORDERED_ROWS = 8
 """Up to so many rows an experts call keeps every result, so its experts may come in any order."""
@@ -100,3 +101,9 @@ def workspace_nbytes(spec: WorkspaceSpec) -> int:
     """Bytes of the whole workspace, with room to start it on a cache line."""
     last = regions(spec)["scratch"]
     return last.offset + last.nbytes + _LINE
+
+
+def slot_nbytes(segments: Mapping[str, Segment], stride: int) -> int:
+    """Memory of one slot: a whole record."""
+    del segments
+    return stride

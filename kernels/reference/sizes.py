@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from aegis.kernels.base import KVSpec, WorkspaceSpec
+from collections.abc import Mapping
+
+from aegis.kernels.base import KVSpec, Segment, WorkspaceSpec
 
 TILE = 16
 """Rows of one matrix product; every product has exactly this many (see linear.py)."""
@@ -25,3 +27,9 @@ def workspace_nbytes(spec: WorkspaceSpec) -> int:
     expert = 12 * spec.hidden_size * spec.moe_intermediate_size
     logits = (2 * spec.max_logit_rows + 2 * TILE) * spec.vocab_size
     return (spec.num_resident_weights + activations + scores + expert + logits) * _F32
+
+
+def slot_nbytes(segments: Mapping[str, Segment], stride: int) -> int:
+    """Memory of one slot: a whole record."""
+    del segments
+    return stride
