@@ -48,14 +48,15 @@ def stream(
         raise engine.too_long(len(ids))
     end_tokens = frozenset() if ignore_eos else engine.tokenizer.eos_token_ids
     history = token_array(ids)
-    hidden = engine.feed(history)
+    if not max_tokens:
+        engine.feed(history)
     for count in range(max_tokens):
-        if count:
-            if len(history) > engine.context:
-                break
-            # Not feed_token: the caller may have used the engine for something else meanwhile.
+        if count and len(history) > engine.context:
+            break
+        # Between two tokens the caller or another thread may use the engine for something else.
+        with engine.turn:
             hidden = engine.feed(history)
-        token = sampler.sample(engine.logits(hidden)[0], history)
+            token = sampler.sample(engine.logits(hidden)[0], history)
         if token in end_tokens:
             yield Step(None, "stop")
             return
