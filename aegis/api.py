@@ -82,6 +82,10 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
 
 def _refuse_far_too_long(model: Engine, prompt: Prompt) -> None:
     """Before a copy of the prompt, or what encoding it takes, goes beyond the plan."""
+    sequence = hasattr(prompt, "__len__") and hasattr(prompt, "__getitem__")
+    if not sequence or isinstance(prompt, bytes | bytearray | dict):
+        kind = type(prompt).__name__
+        raise UsageError(f"the prompt is a {kind}; give text, token ids or a list of messages")
     if isinstance(prompt, str):
         model.refuse_far_too_long([prompt])
     elif len(prompt) and not isinstance(prompt[0], dict):

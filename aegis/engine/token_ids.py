@@ -30,6 +30,8 @@ def token_array(ids: Sequence[int]) -> array[int]:
     Raises:
         UsageError: one is no whole number, or too large for any vocabulary.
     """
+    if isinstance(ids, bytes | bytearray):  # an array would take them for its own memory
+        raise UsageError("token ids are bytes; encode text with the tokenizer")
     try:
         return array("i", ids)
     except (OverflowError, TypeError):
