@@ -13,7 +13,7 @@ import numpy as np
 from aegis.engine.logits_room import LogitsRoom
 from aegis.engine.opening import Opened, open_model
 from aegis.engine.planning import settings_for
-from aegis.engine.token_ids import token_array, whole
+from aegis.engine.token_ids import refuse_bytes, token_array, whole
 from aegis.engine.turn import Turn, in_turn
 from aegis.errors import AegisError, UsageError
 from aegis.tiers.errors import TiersError
@@ -253,6 +253,7 @@ class Engine:
             raise UsageError("there are no tokens to compute; give at least one")
         if len(ids) > self.context:
             raise self.too_long(len(ids))
+        refuse_bytes(ids)
         return [self._checked_token(token) for token in ids]
 
     def too_long(self, tokens: int, about: bool = False) -> UsageError:
