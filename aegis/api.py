@@ -82,6 +82,10 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
 
 def _refuse_far_too_long(model: Engine, prompt: Prompt) -> None:
     """Before a copy of the prompt, or what encoding it takes, goes beyond the plan."""
+    sequence = hasattr(prompt, "__len__") and hasattr(prompt, "__getitem__")
+    if not sequence or isinstance(prompt, bytes | bytearray | dict):
+        kind = type(prompt).__name__
+        raise UsageError(f"the prompt is a {kind}; give text, token ids or a list of messages")
     if isinstance(prompt, str):
         model.refuse_far_too_long([prompt])
     elif len(prompt) and not isinstance(prompt[0], dict):
@@ -107,14 +111,15 @@ def stream_generate(
     prompt: Prompt,
     max_tokens: int = 256,
     sampler: Sampler | None = None,
-    stop: str | Sequence[str] = (),
+    stop: str | Sequence[str] | None = (),
     ignore_eos: bool = False,
     **sampling: Any,
 ) -> Iterator[GenerationResponse]:
     """Generate and yield text as it becomes final.
 
     Args:
-        stop: one string or several; the text ends before the first that appears.
+        stop: one string or several; the text ends before the first that appears, or where the
+            special token comes that it spells.
         sampler: takes the place of ``sampling`` (temperature, top_p, top_k, min_p, seed,
             repeat_penalty; greedy without any).
     """
@@ -126,8 +131,7 @@ def stream_generate(
     ids = encode_prompt(tokenizer, prompt)
     clock = Clock.start(model, ids)
     sampler = sampler or Sampler(**sampling)
-    stops = [stop] if isinstance(stop, str) else stop
-    steps = stream_text(model, ids, max_tokens, sampler, stop=stops, ignore_eos=ignore_eos)
+    steps = stream_text(model, ids, max_tokens, sampler, stop=stop, ignore_eos=ignore_eos)
     for step in steps:
         if step.token is not None:
             clock.tick()

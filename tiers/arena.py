@@ -63,6 +63,10 @@ class Arena:
             raise
 
     def _advise(self) -> None:
+        # A forked child could not use it, would hold a copy of every page that changes here, and
+        # could be sent the bytes of a direct read that is under way.
+        with contextlib.suppress(OSError, AttributeError):
+            self._map.madvise(mmap.MADV_DONTFORK)
         if not hasattr(mmap, "MADV_HUGEPAGE"):
             return
         # A kernel built without huge pages answers EINVAL: then small pages it is.
@@ -161,7 +165,8 @@ class Arena:
             return
         self._closed = True
         if sys.platform != "darwin":
-            self._map.madvise(mmap.MADV_DONTNEED)
+            with contextlib.suppress(OSError):
+                self._map.madvise(mmap.MADV_DONTNEED)
         del self._view
         # Views that callers still hold keep the (now empty) address range alive; that is harmless.
         with contextlib.suppress(BufferError):

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -35,8 +35,12 @@ import cgroup  # noqa: E402 - it lies among the tests
 MIB = 1 << 20
 GROWTH_NBYTES = 3 * MIB
 """What the process may hold more at the end than at the beginning, between two models."""
+CONTEXTS = (96, 256, 512, 1024, 2048)
+SEGMENT_S = 12.0
+"""One model stays open so long."""
 CHECK_S = 10.0
 """One answer in so many seconds is repeated by a fresh process."""
+TELL_S = 60.0
 _ENTER = 'echo $$ > "$0/cgroup.procs" && exec "$@"'
 _FRESH = """
 import json, sys
@@ -134,21 +138,28 @@ class Soak:
         )
 
 
-def soak(python: cgroup.ColdPython, seconds: float, seed: int, every_s: float = 60.0) -> Soak:
-    """Run the worker so long; prints a line of figures now and then."""
+def soak(
+    python: cgroup.ColdPython,
+    seconds: float,
+    seed: int,
+    contexts: Sequence[int] = CONTEXTS,
+    segment_s: float = SEGMENT_S,
+) -> Soak:
+    """Run the worker so long; prints a line of figures every minute."""
     state = Soak(python)
     cases: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
     checker = threading.Thread(target=lambda: [state.check(c) for c in iter(cases.get, None)])
     checker.start()
     with cgroup.memory_cgroup(None) as group, tempfile.TemporaryFile("w+") as errors:
         worker = [*python.command, "-P", str(ROOT / "tools/soak_worker.py"), str(group.path)]
-        command = ["/bin/sh", "-c", _ENTER, str(group.path), *worker, str(seed), str(seconds)]
+        given = [seed, seconds, segment_s, *contexts]
+        command = ["/bin/sh", "-c", _ENTER, str(group.path), *worker, *map(str, given)]
         with subprocess.Popen(
             command, env=python.env, stdout=subprocess.PIPE, stderr=errors, text=True
         ) as process:
             assert process.stdout is not None
             try:
-                _follow(process.stdout, state, cases, every_s)
+                _follow(process.stdout, state, cases)
             finally:
                 process.kill()
         state.oom_kills = group.oom_kills()
@@ -163,7 +174,6 @@ def _follow(
     lines: Iterable[str],
     state: Soak,
     cases: queue.SimpleQueue[dict[str, Any] | None],
-    every_s: float,
 ) -> None:
     begun = time.monotonic()
     told = checked = begun - CHECK_S
@@ -174,7 +184,7 @@ def _follow(
         if line["kind"] == "round" and now >= checked + CHECK_S and cases.empty():
             cases.put(line)
             checked = now
-        if now >= told + every_s:
+        if now >= told + TELL_S:
             print(f"{(now - begun) / 60:6.1f} min: {state.summary()}", flush=True)
             told = now
 

@@ -1,7 +1,7 @@
 """What tools/soak.py runs inside the memory group: models opened one after the other, prompts of
 all kinds. One JSON object per line on stdout. Imports nothing that a user's process would not.
 
-    python tools/soak_worker.py GROUP_FOLDER SEED SECONDS
+    python tools/soak_worker.py GROUP_FOLDER SEED SECONDS SEGMENT_SECONDS CONTEXT...
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import random
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +22,22 @@ from aegis.engine.memory import resident_nbytes
 from aegis.heap import give_back
 
 MIB = 1 << 20
-CONTEXTS = (96, 256, 512, 1024, 2048)
 ABOVE = (0, 2 * MIB, 8 * MIB, 24 * MIB)
 """Caps, above the smallest that opens."""
-SEGMENT_S = 12
-"""One model stays open so long."""
+LEAST_MODELS = 4
 BALLAST = 6 * MIB
 """Taken behind the engine's back now and then; more where slots can make room for it."""
 _LIMITS = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes", "memory.max")
 
 
-def work(group: Path, seed: int, seconds: float) -> None:
-    """Open, generate, close until the time is up."""
+def work(group: Path, seed: int, seconds: float, segment_s: float, contexts: Sequence[int]) -> None:
+    """Open, generate, close until the time is up; one model stays open for ``segment_s``."""
     rng, end = random.Random(seed), time.monotonic() + seconds
-    while time.monotonic() < end:
+    models = 0
+    while time.monotonic() < end or models < LEAST_MODELS:
+        models += 1
         options: dict[str, Any] = {
-            "context": rng.choice(CONTEXTS),
+            "context": rng.choice(contexts),
             "guess": rng.choice(("cross-layer", "previous", "none")),
             "policy": rng.choice(("lfu", "lru", "random")),
             "io_threads": rng.randint(1, 4),
@@ -46,8 +47,9 @@ def work(group: Path, seed: int, seconds: float) -> None:
         cap = plan(cap=1, **options).min_cap_nbytes + above
         limit(group, cap)
         with Engine.open(cap=cap, **options) as engine:
-            segment_end = min(end, time.monotonic() + SEGMENT_S)
-            while time.monotonic() < segment_end:
+            segment_end, rounds = time.monotonic() + segment_s, 0
+            while time.monotonic() < segment_end or not rounds:
+                rounds += 1
                 one = one_round(engine, rng, BALLAST + min(above, 8 * MIB))
                 given = dataclasses.asdict(engine.stats.given_back)
                 say({"kind": "round", "cap": cap, "given": given, **one}, group)
@@ -105,4 +107,5 @@ def one_round(engine: Engine, rng: random.Random, most: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    work(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
+    group, seed, seconds, segment, *contexts = sys.argv[1:]
+    work(Path(group), int(seed), float(seconds), float(segment), [int(n) for n in contexts])

@@ -74,9 +74,11 @@ def _use_template(engine: Engine, model: Path | None, template: str) -> None:
 
 
 def make_sampler(options: Options) -> Sampler:
-    """The sampler that the options describe; UsageError names a value out of range."""
+    """The sampler that the options describe; UsageError names a value out of range, stops too."""
     from aegis.engine.sampling import Sampler
+    from aegis.text.stop import stop_strings
 
+    stop_strings(options["stop"])
     return Sampler(
         temperature=options["temp"],
         top_p=options["top_p"],

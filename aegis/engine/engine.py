@@ -13,7 +13,8 @@ import numpy as np
 from aegis.engine.logits_room import LogitsRoom
 from aegis.engine.opening import Opened, open_model
 from aegis.engine.planning import settings_for
-from aegis.engine.token_ids import token_array, whole
+from aegis.engine.token_ids import refuse_bytes, token_array, whole
+from aegis.engine.turn import Turn, in_turn
 from aegis.errors import AegisError, UsageError
 from aegis.tiers.errors import TiersError
 
@@ -35,7 +36,8 @@ _PIECE = 1 << 14
 class Engine:
     """A model that is open: computes logits, likelihoods and tokens inside its memory plan.
 
-    One sequence at a time and one thread at a time. Close it, or use it as a context manager.
+    One sequence at a time: several threads may use it, each call waits for the one before. Close
+    it, or use it as a context manager. After a failed or interrupted call it is as it was before.
     """
 
     def __init__(self, opened: Opened) -> None:
@@ -43,6 +45,10 @@ class Engine:
         self._opened = opened
         self._cached = array("i")
         self._closed = False
+        self._unsound = False
+        """An interruption left the books of slots and reads in disorder."""
+        self.turn = Turn()
+        """Hold it to make several calls one, as far as other threads can tell."""
         self._room = LogitsRoom(opened)
 
     @classmethod
@@ -84,9 +90,14 @@ class Engine:
 
     def close(self) -> None:
         """Stop reading, stop computing and give all memory back."""
-        if not self._closed:
+        if not self.turn.here:
             self._closed = True
-            self._opened.close()
+            self._opened.close_in_child()
+            return
+        with self.turn:
+            if not self._closed:
+                self._closed = True
+                self._opened.close()
 
     @property
     def plan(self) -> MemoryPlan:
@@ -150,6 +161,7 @@ class Engine:
         """How many tokens of ``ids`` feeding them would compute: at least the last."""
         return len(ids) - min(self.cached_prefix(ids), max(len(ids) - 1, 0))
 
+    @in_turn
     def feed(self, ids: Sequence[int]) -> Any:
         """Compute ``ids`` and return the last token's hidden state, reusing a cached prefix.
 
@@ -162,6 +174,7 @@ class Engine:
         hidden = [chunk[-1:] for chunk, _ in self._hidden(ids, start)]
         return hidden[-1]
 
+    @in_turn
     def feed_token(self, token: int) -> Any:
         """Compute one more token behind everything cached; its hidden state [1, H]."""
         self._check_open()
@@ -172,11 +185,13 @@ class Engine:
         self._cached.append(token)
         return hidden
 
+    @in_turn
     def logits(self, hidden: Any) -> NDArray[np.float32]:
         """Logits of hidden states [T, H], T <= LOGIT_ROWS; valid until the next call."""
         self._check_open()
         return self._opened.decoder.head(hidden)
 
+    @in_turn
     def score(self, ids: Sequence[int], last: int | None = 1) -> NDArray[np.float32]:
         """Logits float32 [last, vocab_size] of the last positions; None: of all of them.
 
@@ -187,7 +202,8 @@ class Engine:
         rows = len(ids) if last is None else whole(last, "last")
         if not 1 <= rows <= len(ids):
             raise UsageError(f"last is {last}; with {len(ids)} tokens it can be 1 to {len(ids)}")
-        out = self._room.array(rows, self._opened.request.shape.vocab_size)
+        vocab_size = self._opened.request.shape.vocab_size
+        out: NDArray[np.float32] = self._guarded(self._room.array, rows, vocab_size)
         first = len(ids) - rows
         for hidden, start in self._hidden(ids, 0):
             for row, logits in self._logit_blocks(hidden, max(first - start, 0)):
@@ -195,6 +211,7 @@ class Engine:
                 out[at : at + len(logits)] = logits
         return out
 
+    @in_turn
     def nll(self, ids: Sequence[int]) -> NDArray[np.float32]:
         """-ln p(ids[t + 1] | ids[..t]) as float32 [len(ids) - 1]."""
         ids = self._check(ids)
@@ -237,6 +254,7 @@ class Engine:
             raise UsageError("there are no tokens to compute; give at least one")
         if len(ids) > self.context:
             raise self.too_long(len(ids))
+        refuse_bytes(ids)
         return [self._checked_token(token) for token in ids]
 
     def too_long(self, tokens: int, about: bool = False) -> UsageError:
@@ -290,7 +308,7 @@ class Engine:
         if len(ids) - start == 1:
             yield self.feed_token(ids[start]), start
             return
-        tiers.begin_prefill()
+        self._guarded(tiers.begin_prefill)
         try:
             begin = start
             while begin < len(ids):
@@ -299,7 +317,7 @@ class Engine:
                 yield self._chunk(list(ids[begin:end]), begin), begin
                 begin = end
         finally:
-            tiers.end_prefill()
+            self._guarded(tiers.end_prefill)
 
     def _chunk(self, ids: list[int], begin: int) -> Any:
         """Hidden states [T, H] of one chunk."""
@@ -315,14 +333,24 @@ class Engine:
 
     def _guarded(self, compute: Callable[..., Any], *args: Any) -> Any:
         """Run a pass; a failed one leaves the cache as it was before."""
+        if self._unsound:
+            self._recover()
         try:
             return compute(*args)
         except TiersError as error:
             raise self._opened.read_error(error) from error
-        except KeyboardInterrupt:
-            # It can come between any two steps of the bookkeeping of slots and reads.
-            self._opened.tiers.recover()
+        except AegisError:
             raise
+        except BaseException:
+            # Ctrl-C, or what a signal's handler raises, can come between any two steps of the
+            # bookkeeping of slots and reads; and during the recovery, which then comes later.
+            self._unsound = True
+            self._recover()
+            raise
+
+    def _recover(self) -> None:
+        self._opened.tiers.recover()
+        self._unsound = False
 
     def _logit_blocks(self, hidden: Any, first: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
         from aegis.settings import LOGIT_ROWS

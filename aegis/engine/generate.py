@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -48,14 +48,15 @@ def stream(
         raise engine.too_long(len(ids))
     end_tokens = frozenset() if ignore_eos else engine.tokenizer.eos_token_ids
     history = token_array(ids)
-    hidden = engine.feed(history)
+    if not max_tokens:
+        engine.feed(history)
     for count in range(max_tokens):
-        if count:
-            if len(history) > engine.context:
-                break
-            # Not feed_token: the caller may have used the engine for something else meanwhile.
+        if count and len(history) > engine.context:
+            break
+        # Between two tokens the caller or another thread may use the engine for something else.
+        with engine.turn:
             hidden = engine.feed(history)
-        token = sampler.sample(engine.logits(hidden)[0], history)
+            token = sampler.sample(engine.logits(hidden)[0], history)
         if token in end_tokens:
             yield Step(None, "stop")
             return
@@ -79,21 +80,26 @@ def stream_text(
     max_tokens: int,
     sampler: Sampler,
     *,
-    stop: Sequence[str] = (),
+    stop: str | Iterable[str] | None = (),
     ignore_eos: bool = False,
 ) -> Iterator[TextStep]:
-    """The same as text: never half a character, nothing of a stop string or behind it."""
+    """The same as text: never half a character, nothing of a stop string or behind it.
+
+    A stop string that spells a special token, which never is in the text, ends it at that token.
+    """
     from aegis.text.detokenizer import Detokenizer
     from aegis.text.stop import StopMatcher
 
     detokenizer = Detokenizer(engine.tokenizer, skip_special_tokens=not ignore_eos)
     matcher = StopMatcher(stop)
+    ends = frozenset() if ignore_eos else engine.tokenizer.special_ids(matcher.stops)
     for step in stream(engine, ids, max_tokens, sampler, ignore_eos=ignore_eos):
-        if step.token is None:
+        if step.token is None or step.token in ends:
             text, stopped = matcher.feed(detokenizer.finish())
             if not stopped:
                 text += matcher.finish()
-            yield TextStep(text, None, "stop" if stopped else step.finish_reason)
+            stopped = stopped or step.token in ends
+            yield TextStep(text, step.token, "stop" if stopped else step.finish_reason)
             return
         text, stopped = matcher.feed(detokenizer.add(step.token))
         yield TextStep(text, step.token, "stop" if stopped else None)

@@ -123,13 +123,17 @@ class Opened:
 
     def close(self) -> None:
         """Stop threads, close files, give the memory back."""
-        self.governor.close()
         self.tiers.close()
+        self.close_in_child()
+        self.backend.close()
+        self.arena.close()
+
+    def close_in_child(self) -> None:
+        """What a forked child has of it: open files."""
+        self.governor.close()
         self.files.close()
         if self.disk_embedding is not None:
             self.disk_embedding.close()
-        self.backend.close()
-        self.arena.close()
 
 
 def open_model(

@@ -24,12 +24,19 @@ def whole(value: Any, what: str = "token id") -> int:
     raise UsageError(f"{what} {value!r} is a {type(value).__name__}; expected a whole number")
 
 
+def refuse_bytes(ids: object) -> None:
+    """Bytes would pass for token ids below 256, or for the memory of an array."""
+    if isinstance(ids, bytes | bytearray):
+        raise UsageError("token ids are bytes; encode text with the tokenizer")
+
+
 def token_array(ids: Sequence[int]) -> array[int]:
     """A copy of token ids of which thousands are compared in a microsecond.
 
     Raises:
         UsageError: one is no whole number, or too large for any vocabulary.
     """
+    refuse_bytes(ids)
     try:
         return array("i", ids)
     except (OverflowError, TypeError):

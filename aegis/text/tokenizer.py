@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -225,6 +225,11 @@ class Tokenizer:
         """Return a token's spelling in the vocabulary, or None for an id it does not have."""
         found: str | None = self.backend.id_to_token(token_id)
         return found
+
+    def special_ids(self, spellings: Collection[str]) -> frozenset[int]:
+        """Return the ids of special tokens spelled so, which decode() leaves out."""
+        added = self.backend.get_added_tokens_decoder().items()
+        return frozenset(i for i, token in added if token.special and token.content in spellings)
 
     @property
     def control(self) -> ControlTokens:

@@ -1,0 +1,64 @@
+"""Whose turn it is: one thread at a time, of the process that opened the model."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from functools import wraps
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+from aegis.errors import AegisError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Turn:
+    """A lock that its holder may take again. Held over several calls it makes them one.
+
+    A child made by fork has the memory of its parent, but none of the threads that read and compute
+    (nor the memory that reads go into), so it is refused there instead of waiting for ever.
+    """
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self._lock = threading.RLock()
+
+    @property
+    def here(self) -> bool:
+        """Whether this is the process that opened the model."""
+        return os.getpid() == self._process
+
+    def __enter__(self) -> None:
+        if not self.here:
+            raise AegisError(
+                "this model was opened by another process, which forked this one; open it again"
+                " here, or start processes by the spawn method"
+            )
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+
+class TakesTurns(Protocol):
+    """What has a turn."""
+
+    @property
+    def turn(self) -> Turn:
+        """Hold it to make several calls one."""
+
+
+S = TypeVar("S", bound=TakesTurns)
+
+
+def in_turn(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Let a method wait until no other thread uses the object."""
+
+    @wraps(method)
+    def waiting(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self.turn:
+            return method(self, *args, **kwargs)
+
+    return waiting

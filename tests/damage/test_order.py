@@ -1,0 +1,75 @@
+"""What is read when: headers once, and all that can be wrong before anything is converted."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from strategies import write_checkpoint
+
+from aegis import Engine
+from aegis.checkpoint import source
+from aegis.convert import convert as conversion
+from aegis.errors import StoreError, TokenizerError
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("AEGIS_CACHE", str(tmp_path / "cache"))
+    return write_checkpoint(tmp_path / "m", 1, num_hidden_layers=1, num_experts=2, shards=2)
+
+
+def open_and_close(folder: Path) -> None:
+    Engine.open(folder, cap="300MiB", context=64).close()
+
+
+def test_every_header_is_read_once_whether_converted_before_or_not(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    original = source.read_header
+
+    def counted(path: Path) -> Any:
+        read.append(path.name)
+        return original(path)
+
+    monkeypatch.setattr(source, "read_header", counted)
+    for _ in range(2):
+        read.clear()
+        open_and_close(checkpoint)
+        assert sorted(read) == sorted(file.name for file in checkpoint.glob("*.safetensors"))
+
+
+def test_a_damaged_tokenizer_is_refused_before_anything_is_converted(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*args: Any, **options: Any) -> None:
+        raise AssertionError("converted")
+
+    monkeypatch.setattr(conversion, "convert", never)
+    (checkpoint / "tokenizer.json").write_text("{")
+    with pytest.raises(TokenizerError, match=r"m/tokenizer\.json"):
+        open_and_close(checkpoint)
+
+
+def test_a_better_tokenizer_in_the_model_counts_at_once(checkpoint: Path, tmp_path: Path) -> None:
+    open_and_close(checkpoint)
+    (checkpoint / "tokenizer_config.json").write_text('{"eos_token": "nothing_else"}')
+    with Engine.open(checkpoint, cap="300MiB", context=64) as engine:
+        assert engine.tokenizer.special_tokens["eos_token"] == "nothing_else"
+
+
+def test_copied_files_of_a_store_are_compared_before_they_are_used(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    store = conversion.convert(checkpoint, tmp_path / "s").path
+    open_and_close(store)
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        damaged = Path(shutil.copytree(store, tmp_path / f"damaged-{name}"))
+        content = bytearray((damaged / name).read_bytes())
+        content[content.rindex(b"}")] = ord(" ")
+        (damaged / name).write_bytes(content)
+        with pytest.raises(StoreError, match=rf"{name} is damaged \(checksum mismatch\)"):
+            open_and_close(damaged)
