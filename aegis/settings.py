@@ -51,7 +51,7 @@ class RuntimeFigures:
     """While loading, before anything else of the plan exists."""
 
 
-_RUNTIME_MIB = {"native": 46, "reference": 50, "mlx": 120}
+_RUNTIME_MIB = {"native": 46, "reference": 50, "mlx-cpu": 90, "mlx-metal": 120, "mlx-cuda": 900}
 """Interpreter and libraries, measured with tools/calibrate_runtime.py and rounded up."""
 
 
@@ -69,12 +69,14 @@ def runtime_figures(backend: str, tokenizer_nbytes: int) -> RuntimeFigures:
 
 EmbeddingMode = Literal["auto", "ram", "disk"]
 ExpertBits = Literal["4bit", "3bit"]
+Activations = Literal["auto", "f32", "bf16", "f16"]
 
 _WORDS = {
     "experts": get_args(ExpertBits),
     "embedding": get_args(EmbeddingMode),
     "policy": ("lfu", "lru", "random"),
     "guess": ("cross-layer", "previous", "none"),
+    "activations": ("auto", "f32", "bf16", "f16"),
 }
 _LEAST = {
     "cap_nbytes": 1,
@@ -104,6 +106,8 @@ class Settings:
     io_threads: int = DEFAULT_IO_THREADS
     threads: int | None = None
     prefill_step: int | None = None
+    activations: Activations = "auto"
+    """Numbers to compute in; auto: float32 on a CPU, the model's own on a GPU."""
     max_slots: int | None = None
     """Upper bound on expert slots, for experiments and tests; None leaves it to the plan."""
 

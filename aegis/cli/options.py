@@ -66,10 +66,17 @@ engine_options = _all(
         ),
         click.option(
             "--backend",
-            type=click.Choice(["auto", "native", "reference"]),
+            type=click.Choice(["auto", "mlx", "native", "reference"]),
             default="auto",
             show_default=True,
             help="What computes.",
+        ),
+        click.option(
+            "--activations",
+            type=click.Choice(["auto", "f32", "bf16", "f16"]),
+            default="auto",
+            show_default=True,
+            help="Numbers to compute in: f32 on a CPU, the model's own on a GPU.",
         ),
         click.option(
             "--experts",
@@ -203,7 +210,7 @@ def choose_caps(options: Options) -> CapChoice:
 
 def engine_settings(options: Options) -> Options:
     """The fields of Settings (without the cap) that the options stand for."""
-    same = ("backend", "experts", "embedding", "policy", "guess", "guess_width", "io_threads")
+    same = ("backend", "activations", "experts", "embedding", "policy", "guess", "guess_width", "io_threads")
     renamed = {"context": "ctx_size", "prefill_step": "prefill_step_size", "threads": "threads"}
     return {name: options[name] for name in same} | {
         field: options[name] for field, name in renamed.items()

@@ -63,6 +63,12 @@ class Forward:
                 self._unseen.append((layer.moe_index, routing))
         return x
 
+    def close(self) -> None:
+        """Count what was queued, and let go of the model."""
+        self.count()
+        self._tables.clear()
+        del self._decoder, self._embed
+
     def _table(self, index: int) -> Array | None:
         """Where a layer's experts lie, if the backend can use it and nothing needs the routing:
         all are in slots, and so are the next layer's, which would otherwise be guessed."""

@@ -80,9 +80,11 @@ class Opened:
 
     def __post_init__(self) -> None:
         planned = dict(self.plan.items)["runtime"]
-        memory = self.backend.memory
         process = ProcessGauge(
-            self.plan.cap_nbytes, self.arena, (planned, self.runtime_nbytes), memory
+            self.plan.cap_nbytes,
+            self.arena,
+            (planned, self.runtime_nbytes),
+            self.backend.memory,
         )
         self.governor = Governor(self.tiers, process)
         embed = self.disk_embedding or self.decoder.embedding
@@ -92,10 +94,16 @@ class Opened:
 
     def describe(self) -> str:
         """Backend, reads and pages in one line."""
+        return f"{self.backend.describe()} · {self._reads()} · {self._where()}"
+
+    def _where(self) -> str:
+        """What memory the model lies in."""
+        if self.backend.memory is not None:
+            held = sum(self.backend.memory.measured().values())
+            return f"{format_size(held)} in the backend's own memory"
         huge = self.arena.huge_nbytes()
         pages = "page size unknown" if huge is None else f"{format_size(huge)} in huge pages"
-        arena = f"arena {format_size(self.arena.nbytes)}, {pages}"
-        return f"{self.backend.describe()} · {self._reads()} · {arena}"
+        return f"arena {format_size(self.arena.nbytes)}, {pages}"
 
     def _reads(self) -> str:
         if self.request.storage.kind == "memory":
@@ -125,6 +133,9 @@ class Opened:
         """Stop threads, close files, give the memory back."""
         self.tiers.close()
         self.close_in_child()
+        self.forward.close()
+        # The blocks hold weights and slots that are the backend's own.
+        del self.decoder
         self.backend.close()
         self.arena.close()
 
@@ -186,12 +197,12 @@ def _load_tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer.open(folder)
 
 
-def _arena_nbytes(plan: MemoryPlan, owns_workspace: bool) -> int:
-    """What the arena holds: every item but those that live in the interpreter's own memory."""
-    outside = {"runtime", "runtime_reserve", "io_buffers", "page_cache", "store"}
-    if owns_workspace:
-        outside |= {"workspace", "logits"}
-    return sum(align_up(nbytes, _ALIGN) for name, nbytes in plan.items if name not in outside)
+def _arena_nbytes(plan: MemoryPlan, owned: Collection[str]) -> int:
+    """What the arena holds: every item but those that live in the interpreter's own memory, and
+    those that the backend allocates. Never empty: an arena has at least a page."""
+    outside = {"runtime", "runtime_reserve", "io_buffers", "page_cache", "store", *owned}
+    sizes = [align_up(nbytes, _ALIGN) for name, nbytes in plan.items if name not in outside]
+    return sum(sizes) or _ALIGN
 
 
 def _allocate(
@@ -289,7 +300,7 @@ def _slots(backend: Backend, arena: Arena, count: int, geometry: ExpertGeometry)
 def _caches(backend: Backend, request: Request, region: NDArray[np.uint8]) -> list[KVCache]:
     """Every layer's cache, one behind the other on 64-byte boundaries of an arena's region."""
     caches, start = [], 0
-    for spec in request.shape.kv_specs(request.context):
+    for spec in request.kv_specs():
         nbytes = backend.kv_nbytes(spec)
         caches.append(backend.kv_cache(spec, region[start : start + nbytes]))
         start = align_up(start + nbytes, 64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from mmap import PAGESIZE
 from os import PathLike
 from pathlib import Path
@@ -14,6 +14,13 @@ from aegis.checkpoint.config import tokenizer_nbytes
 from aegis.checkpoint.storage import DIRECT, Storage, storage_of
 from aegis.engine.limits import MemoryLimits, memory_limits
 from aegis.engine.memory import resident_nbytes
+from aegis.engine.numbers import (
+    NUMBER_NBYTES,
+    device_of,
+    numbers_of,
+    prefill_steps,
+    runtime_name,
+)
 from aegis.errors import BackendError, UsageError
 from aegis.kernels import registry
 from aegis.kernels.base import BackendUnavailableError, WorkspaceSpec
@@ -27,7 +34,6 @@ from aegis.settings import (
     DEFAULT_CONTEXT,
     IO_NBYTES,
     LOGIT_ROWS,
-    PREFILL_STEPS,
     PROMPT_NBYTES_PER_TOKEN,
     READ_NBYTES,
     RESERVE_NBYTES,
@@ -40,7 +46,8 @@ from aegis.settings import (
 
 if TYPE_CHECKING:
     from aegis.checkpoint.layout import StoreLayout
-    from aegis.kernels.base import KVSpec, Layout
+    from aegis.engine.numbers import Device
+    from aegis.kernels.base import KVSpec, Layout, Numbers, Segment
     from aegis.models.base import ModelShape
 
 _ROW_ALIGN = 4096
@@ -59,6 +66,9 @@ class Request:
     layout: StoreLayout
     tokenizer_nbytes: int
     """Size of tokenizer.json: what its tables take in memory follows from it."""
+    device: Device
+    numbers: Numbers
+    """What activations are computed in."""
     storage: Storage = DIRECT
     """Of the store, or of the place where it will be."""
 
@@ -80,7 +90,13 @@ class Request:
             max_logit_rows=LOGIT_ROWS,
             threads=self.threads,
             num_resident_weights=_num_resident_weights(self.layout),
+            number_nbytes=NUMBER_NBYTES[self.numbers],
         )
+
+    def kv_specs(self) -> list[KVSpec]:
+        """The key/value cache of every layer that keeps one."""
+        specs = self.shape.kv_specs(self.context)
+        return [replace(spec, number_nbytes=NUMBER_NBYTES[self.numbers]) for spec in specs]
 
 
 def _num_resident_weights(layout: StoreLayout) -> int:
@@ -157,7 +173,19 @@ def resolve(
         )
     threads = compute_threads(settings.threads)
     tokenizer, storage = tokenizer_nbytes(Path(path)), store_storage(path, layout.layout)
-    return Request(settings, backend, threads, context, shape, layout, tokenizer, storage)
+    device = device_of(backend)
+    return Request(
+        settings=settings,
+        backend=backend,
+        threads=threads,
+        context=context,
+        shape=shape,
+        layout=layout,
+        tokenizer_nbytes=tokenizer,
+        device=device,
+        numbers=numbers_of(settings, device, layout),
+        storage=storage,
+    )
 
 
 def store_storage(path: str | PathLike[str], layout: Layout) -> Storage:
@@ -209,8 +237,9 @@ def _plan_request(request: Request) -> PlanRequest:
     logits = LOGIT_ROWS * shape.vocab_size * 4
     row_range = layout.embedding_range
     row_nbytes = 0 if row_range is None else align_up(row_range.nbytes, _ROW_ALIGN) + _ROW_ALIGN
-    largest = settings.prefill_step or PREFILL_STEPS[0]
-    steps = sorted({min(s, request.context, largest) for s in (*PREFILL_STEPS, largest)})
+    slot_nbytes = cast("Callable[[Mapping[str, Segment], int], int]", sizes.slot_nbytes)
+    geometry = layout.geometry(settings.experts)
+    steps = prefill_steps(settings, request.backend, request.context)
     options = [
         PrefillOption(
             step,
@@ -219,7 +248,8 @@ def _plan_request(request: Request) -> PlanRequest:
         )
         for step in steps
     ]
-    runtime = runtime_figures(request.backend, request.tokenizer_nbytes)
+    name = runtime_name(request.backend, request.device)
+    runtime = runtime_figures(name, request.tokenizer_nbytes)
     tied = shape.tie_word_embeddings or row_range is None
     if tied and settings.embedding == "disk":
         raise UsageError(
@@ -235,9 +265,9 @@ def _plan_request(request: Request) -> PlanRequest:
         load_peak_nbytes=runtime.load_peak_nbytes + store_nbytes,
         resident_nbytes=without,
         embedding_nbytes=with_table - without,
-        kv_nbytes=sum(align_up(kv_nbytes(s), 64) for s in shape.kv_specs(request.context)),
+        kv_nbytes=sum(align_up(kv_nbytes(spec), 64) for spec in request.kv_specs()),
         options=options,
-        slot_nbytes=layout.geometry(settings.experts).stride,
+        slot_nbytes=slot_nbytes(geometry.segments, geometry.stride),
         num_moe_layers=len(shape.moe_layers),
         num_experts=shape.num_experts,
         num_experts_per_tok=shape.num_experts_per_tok,

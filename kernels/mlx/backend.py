@@ -110,6 +110,7 @@ class MlxBackend:
         return MlxHead(self.memory, self._traits, spec, weights)
 
     def close(self) -> None:
-        """Wait for what is queued, then drop every array."""
+        """Wait for what is queued, then drop every array and what MLX keeps of them."""
         self.queue.settle()
         self.memory.close()
+        device.clear_cache()

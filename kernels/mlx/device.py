@@ -83,3 +83,8 @@ def beside_nbytes(traits: Traits) -> int:
     if traits.device != "cuda":
         return 0
     return int(mx.get_active_memory() + mx.get_cache_memory())
+
+
+def clear_cache() -> None:
+    """Give freed buffers back to the system."""
+    mx.clear_cache()
