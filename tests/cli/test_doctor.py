@@ -18,6 +18,7 @@ import cgroup
 import numpy as np
 import pytest
 
+from aegis.checkpoint.storage import DIRECT, Storage
 from aegis.doctor import selftest as selftests
 from aegis.doctor import shelter
 from aegis.doctor.compare import LOGITS_WITHIN, check
@@ -417,11 +418,11 @@ def test_a_disk_is_preferred_to_memory_and_a_writable_folder_to_the_cache(
     (cache := tmp_path / "cache").mkdir()
     (other := tmp_path / "tmp").mkdir()
     monkeypatch.setattr(shelter.tempfile, "gettempdir", lambda: str(other))
-    monkeypatch.setattr(shelter, "file_system", lambda folder: "ext4")
+    monkeypatch.setattr(shelter, "storage_of", lambda folder: DIRECT)
     with temporary_folder(cache, MIB) as folder:
         assert folder.parent == cache
     monkeypatch.setattr(
-        shelter, "file_system", lambda folder: "tmpfs" if folder == cache else "ext4"
+        shelter, "storage_of", lambda folder: Storage("memory") if folder == cache else DIRECT
     )
     with temporary_folder(cache, MIB) as folder:
         assert folder.parent == other
