@@ -207,8 +207,8 @@ def edit_experts(**keys: object) -> Callable[[Path], object]:
         (edit_experts(crc32=[[1]]), "lacks checksums"),
         (edit_experts(stride=4096), "do not follow"),
         (
-            manifest(lambda d: d["experts"]["segments"]["up_proj"].update(shape=[64])),
-            r"matrix has the shape \[64\]",
+            manifest(lambda d: d["experts"]["segments"]["up_proj"].update(shape=[2, 64, 64])),
+            r"matrix has the shape \[2, 64, 64\]",
         ),
         (
             manifest(lambda d: d["resident"][0]["format"].update(kind="dense")),
