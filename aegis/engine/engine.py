@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -323,9 +324,9 @@ class Engine:
 
     def _guarded(self, compute: Callable[..., Any], *args: Any) -> Any:
         """Run a pass; a failed one leaves the cache as it was before."""
-        if self._unsound:
-            self._recover()
         try:
+            if self._unsound:
+                self._recover()
             return compute(*args)
         except TiersError as error:
             raise self._opened.read_error(error) from error
@@ -333,9 +334,10 @@ class Engine:
             raise
         except BaseException:
             # Ctrl-C, or what a signal's handler raises, can come between any two steps of the
-            # bookkeeping of slots and reads; and during the recovery, which then comes later.
+            # bookkeeping of slots and reads. A recovery that fails, too, comes with the next call.
             self._unsound = True
-            self._recover()
+            with suppress(TiersError):
+                self._recover()
             raise
 
     def _recover(self) -> None:
