@@ -17,6 +17,7 @@ from aegis.engine.planning import settings_for
 from aegis.engine.token_ids import refuse_bytes, token_array, whole
 from aegis.engine.turn import Turn, in_turn
 from aegis.errors import AegisError, UsageError
+from aegis.planner import format_size
 from aegis.tiers.errors import TiersError
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 _SHORT = 2
 """Characters per token of the context that are no trouble, whatever they are."""
+_ENCODING_NBYTES = 192
+"""What encoding takes for a moment per character of a long text: 90 to 190 (up to 2.6 tokens for
+each) were measured."""
 _PIECE = 1 << 14
 """Characters of a long text that are counted at once."""
 
@@ -273,7 +277,8 @@ class Engine:
         Counts in pieces, and no further than is needed to be sure.
 
         Raises:
-            UsageError: together the texts are more than twice as long as the context.
+            UsageError: together the texts are more than twice as long as the context, or encoding
+                them takes more than the cap leaves without the hot tier (long runs of blanks).
         """
         length = sum(map(len, texts))
         if length <= _SHORT * self.context:
@@ -288,6 +293,21 @@ class Engine:
                     raise self.too_long(about * length // seen, about=True)
         if about > 2 * self.context:
             raise self.too_long(about, about=True)
+        self._make_room(length * _ENCODING_NBYTES)
+
+    @in_turn
+    def _make_room(self, nbytes: int) -> None:
+        """Let slots go for what is taken for a moment; the next prompt takes them again."""
+        governor = self._opened.governor
+        if nbytes > governor.room():
+            self._guarded(self._opened.tiers.release_nbytes, nbytes - governor.room())
+        short = nbytes - governor.room()
+        if short > 0:
+            raise UsageError(
+                f"encoding this prompt takes {format_size(nbytes)} for a moment, which is"
+                f" {format_size(short)} more than the cap leaves; give a shorter prompt or a larger"
+                " cap"
+            )
 
     def _check_open(self) -> None:
         if self._closed:
