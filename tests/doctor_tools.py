@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from aegis.checkpoint.storage import DIRECT
+from aegis.doctor.cache import CacheFolder
 from aegis.doctor.disk import DiskTest, ReadSpeed
 from aegis.doctor.facts import BackendFact, EmbeddedModel, Facts
 from aegis.doctor.huge_pages import HugePages
 from aegis.doctor.processor import Processor
-from aegis.doctor.storage import Storage
 from aegis.engine.limits import MemoryLimits
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -40,8 +41,8 @@ HEALTHY = Facts(
     swap_nbytes=0,
     address_space_nbytes=None,
     huge_pages=HugePages("madvise", 32 * MIB, 32 * MIB),
-    storage=Storage(Path("/home/u/.cache/aegis"), True, "ext4", 100 * GIB, True, 1),
-    storage_error=None,
+    cache=CacheFolder(Path("/home/u/.cache/aegis"), True, "ext4", 100 * GIB, DIRECT, 1),
+    cache_error=None,
     disk=DiskTest(
         folder=Path("/home/u/.cache/aegis"),
         direct=True,

@@ -231,12 +231,16 @@ def _shape_format(entry: Mapping[str, Any]) -> tuple[tuple[int, ...], Format]:
     fmt = _a(dict, entry["format"])
     kind = _one_of(fmt["kind"], ("dense", "affine"))
     most = (0, 0) if kind == "dense" else (32, 1 << 20)
-    return shape, Format(
+    found = Format(
         kind,
         _one_of(fmt["dtype"], ("bf16", "f16", "f32")),
         _whole(fmt["bits"], 0, most[0]),
         _whole(fmt["group_size"], 0, most[1]),
     )
+    # Kernels take this for granted: they would read beyond the end of anything narrower.
+    if len(shape) == 1 and found != Format("dense", "f32"):
+        raise FormatError("it holds a vector that is not plain f32")
+    return shape, found
 
 
 def _matrix(entry: Mapping[str, Any]) -> tuple[tuple[int, int], Format]:

@@ -11,19 +11,13 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Literal
 
-from aegis.cli.answer import (
-    Messages,
-    answer_json,
-    first_messages,
-    generate,
-    make_sampler,
-    open_engine,
-)
+from aegis.cli.answer import answer_json, generate, make_sampler, open_engine
+from aegis.cli.conversation import Conversation
 from aegis.cli.options import Options
 from aegis.cli.report import check_cap, figures, note, note_ledger, note_plan
 from aegis.cli.signals import Ended, end
 from aegis.cli.source import readable
-from aegis.errors import ReadError, UsageError
+from aegis.errors import ReadError, TokenizerError, UsageError
 
 if TYPE_CHECKING:
     from aegis.engine.engine import Engine
@@ -97,19 +91,19 @@ class _CtrlC:
 
 
 def _talk(engine: Engine, options: Options, sampler: Sampler, ctrl_c: _CtrlC) -> None:
-    messages = first_messages(options)
+    conversation = Conversation(engine, options)
     while (line := _read_line(ctrl_c)) is not None:
         if line == "/exit":
             return
         if line == "/clear":
-            messages = first_messages(options)
+            conversation.clear()
             note("forgotten")
         elif line in ("/help", "/?"):
             note(HELP)
         elif _COMMAND.fullmatch(line):
             note(f"there is no {line}: {HELP}")
         elif line:
-            messages = _turn(engine, options, sampler, ctrl_c, messages, line)
+            _turn(engine, options, sampler, ctrl_c, conversation, line)
 
 
 def _read_line(ctrl_c: _CtrlC) -> str | None:
@@ -133,44 +127,47 @@ def _turn(
     options: Options,
     sampler: Sampler,
     ctrl_c: _CtrlC,
-    messages: Messages,
+    conversation: Conversation,
     line: str,
-) -> Messages:
-    """Answer one line; returns the conversation with it, or as it was where there is no answer."""
-    asked = [*messages, {"role": "user", "content": line}]
+) -> None:
+    """Answer one line, which becomes part of the conversation where there is an answer."""
     engine.stats.reset()
     try:
         with ctrl_c.during("prompt"):
-            ids = _turn_ids(engine, asked, options)
+            ids, left_out = conversation.ask(line)
+            if left_out:
+                note(_left_out(left_out, engine.context))
             answer = generate(engine, ids, options, sampler, _show, ctrl_c.answering)
-    except UsageError as error:
+    except (UsageError, TokenizerError) as error:
         note(f"error: {error} (/clear forgets the conversation)")
-        return messages
+        return
     except ReadError as error:
         note(f"\nerror: {error}")
-        return messages
+        return
     except Ended:
         raise
     except KeyboardInterrupt:
         note("\n(ended by Ctrl-C before the answer began)")
-        return messages
+        return
     print()
     if ctrl_c.pressed:
         note("(ended by Ctrl-C)")
     if len(ids) + len(answer.token_ids) >= engine.context:
-        note(f"the context of {engine.context} tokens is full: /clear forgets the conversation")
+        note(
+            f"the context of {engine.context} tokens is full ({len(ids)} of the prompt,"
+            f" {len(answer.token_ids)} of the answer), so the answer ends here; /clear forgets the"
+            " conversation"
+        )
     result = answer_json(engine, answer)
     if not options["quiet"]:
         note(figures(result, answer.cached_tokens) + "\n")
     check_cap(result)
-    return [*asked, {"role": "assistant", "content": answer.text}]
+    conversation.answered(line, answer.text)
 
 
-def _turn_ids(engine: Engine, messages: Messages, options: Options) -> list[int]:
-    engine.refuse_far_too_long([message["content"] for message in messages])
-    if options["raw"]:
-        return engine.tokenizer.encode("\n".join(message["content"] for message in messages))
-    return engine.tokenizer.encode_chat(messages)
+def _left_out(turns: int, context: int) -> str:
+    what = "the oldest turn does" if turns == 1 else f"the {turns} oldest turns do"
+    return f"({what} not fit the context of {context} tokens beside a new answer: left out)"
 
 
 def _show(text: str) -> None:

@@ -148,7 +148,7 @@ def _file_text(path: str | None, limit_nbytes: int) -> str | None:
         return None
     try:
         with Path(path).open("rb") as stream:
-            return _limited(stream, limit_nbytes).decode().rstrip("\n")
+            return _text(_limited(stream, limit_nbytes), "strict")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"the prompt file {path} cannot be read as UTF-8 text: {error}") from None
 
@@ -163,4 +163,9 @@ def _piped_text(limit_nbytes: int) -> str | None:
         mode = stat.S_IFIFO
     if stat.S_ISCHR(mode):
         return None
-    return _limited(sys.stdin.buffer, limit_nbytes).decode(errors="replace").rstrip("\n")
+    return _text(_limited(sys.stdin.buffer, limit_nbytes), "replace")
+
+
+def _text(data: bytes, errors: str) -> str:
+    """Without what editors put around a text: a byte order mark, the ends of the last lines."""
+    return data.decode("utf-8-sig", errors).rstrip("\r\n")

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from aegis.doctor.cache import NETWORK_FILE_SYSTEMS
 from aegis.doctor.facts import SHORT_CONTEXT, EmbeddedModel, Facts
-from aegis.doctor.storage import NETWORK_FILE_SYSTEMS
 from aegis.planner import format_size
 
 GIB = 1 << 30
@@ -34,7 +34,7 @@ class Problem:
 
 def find_problems(facts: Facts) -> list[Problem]:
     """Every problem of a machine, those that stop it first."""
-    looks = (_memory, _backends, _processor, _huge_pages, _storage, _disk)
+    looks = (_memory, _backends, _processor, _huge_pages, _cache, _disk)
     found = [problem for look in looks for problem in look(facts)]
     return sorted(found, key=lambda problem: problem.severity == "note")
 
@@ -182,56 +182,56 @@ def _huge_pages(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def _storage(facts: Facts) -> Iterator[Problem]:
-    storage = facts.storage
-    if storage is None:
+def _cache(facts: Facts) -> Iterator[Problem]:
+    cache = facts.cache
+    if cache is None:
         yield Problem(
             "no_cache_folder",
             "problem",
-            f"the cache folder is not known: {facts.storage_error}",
+            f"the cache folder is not known: {facts.cache_error}",
             "set AEGIS_CACHE to a folder that can be written",
         )
         return
-    if not storage.writable:
+    if not cache.writable:
         yield Problem(
             "cache_read_only",
-            "note" if storage.stores else "problem",
-            f"{storage.folder} cannot be written, so only models that are converted already can"
-            f" be used ({storage.stores} are there)",
+            "note" if cache.stores else "problem",
+            f"{cache.folder} cannot be written, so only models that are converted already can"
+            f" be used ({cache.stores} are there)",
             "set AEGIS_CACHE to a folder that can be written",
         )
-    if storage.in_memory:
+    if cache.storage.kind == "memory":
         yield Problem(
             "cache_in_memory",
             "problem",
-            f"{storage.folder} lies in memory ({storage.file_system}): a converted model there"
-            " takes the memory that the cap is meant to save",
+            f"{cache.folder} lies in memory ({cache.file_system or 'unknown'}): a converted model"
+            " there takes the memory that the cap is meant to save",
             "set AEGIS_CACHE to a folder on an SSD",
         )
-    elif storage.direct is False:
+    elif cache.direct is False:
         yield Problem(
             "no_direct_io",
             "problem",
-            f"the file system of {storage.folder} ({storage.file_system or 'unknown'}) refuses"
-            " direct reads; they go through the page cache, slower, and are dropped",
+            f"{cache.folder} ({cache.file_system or 'file system unknown'}) has"
+            f" {cache.storage.describe()}; they are slower, and their pages have to be dropped",
             "set AEGIS_CACHE to a folder on ext4, XFS or btrfs on an SSD",
         )
-    if storage.file_system in NETWORK_FILE_SYSTEMS:
+    if cache.file_system in NETWORK_FILE_SYSTEMS:
         yield Problem(
             "cache_on_network",
             "problem",
-            f"{storage.folder} lies on a network file system ({storage.file_system}); every"
+            f"{cache.folder} lies on a network file system ({cache.file_system}); every"
             " expert that is not in memory is read over the network",
             "set AEGIS_CACHE to a folder on a local SSD",
         )
-    elif storage.file_system == "overlay":
+    elif cache.file_system == "overlay":
         yield Problem(
             "cache_in_container",
             "note",
-            f"{storage.folder} lies in a container's own layer (overlay) and goes with it",
+            f"{cache.folder} lies in a container's own layer (overlay) and goes with it",
             "mount a volume and set AEGIS_CACHE to it",
         )
-    yield from _space(storage.folder, storage.free_nbytes)
+    yield from _space(cache.folder, cache.free_nbytes)
 
 
 def _space(folder: object, free: int | None) -> Iterator[Problem]:

@@ -27,8 +27,9 @@ from numpy.typing import NDArray
 
 from aegis.checkpoint.fileio import aligned_buffer
 from aegis.checkpoint.pagecache import drop_pages, expect_random_reads
+from aegis.checkpoint.storage import nearest_folder, storage_of
+from aegis.doctor.cache import is_writable
 from aegis.doctor.huge_pages import arena_nbytes_for
-from aegis.doctor.storage import MEMORY_FILE_SYSTEMS, file_system, is_writable, nearest_folder
 from aegis.settings import DEFAULT_IO_THREADS
 from aegis.tiers.arena import HUGE_NBYTES, Arena
 from aegis.tiers.errors import ArenaError
@@ -98,11 +99,10 @@ def _folder_for(cache: Path) -> Path | str:
     """The cache's folder, else that of temporary files; or why neither will do."""
     reasons = []
     for folder in (nearest_folder(cache), Path(tempfile.gettempdir())):
-        kind = file_system(folder)
         if not is_writable(folder):
             reasons.append(f"{folder} cannot be written")
-        elif kind in MEMORY_FILE_SYSTEMS:
-            reasons.append(f"{folder} lies in memory ({kind})")
+        elif storage_of(folder).kind == "memory":
+            reasons.append(f"{folder} lies in memory")
         else:
             return folder
         if not reasons[0].endswith("written"):
@@ -121,7 +121,9 @@ def _direct_or_buffered(
     folder: Path, records: Sequence[int], room: int, arena_nbytes: int
 ) -> DiskTest:
     try:
-        return _measure(folder, records, room, arena_nbytes, True)
+        # Some accept the flag and answer from the page cache: then that is what is measured.
+        direct = storage_of(folder).kind != "buffered"
+        return _measure(folder, records, room, arena_nbytes, direct)
     except OSError as error:
         # Some file systems accept the flag and refuse what is done with it.
         if error.errno != errno.EINVAL:

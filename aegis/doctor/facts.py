@@ -15,10 +15,10 @@ from typing import TypeVar
 
 from aegis.convert.cache import cache_folder
 from aegis.convert.identity import EMBEDDED_NAME, embedded_path
+from aegis.doctor.cache import CacheFolder, inspect_cache
 from aegis.doctor.disk import USUAL_RECORD_NBYTES, DiskTest, measure_disk
 from aegis.doctor.huge_pages import HugePages, try_huge_pages
 from aegis.doctor.processor import Processor, read_processor
-from aegis.doctor.storage import Storage, inspect_storage
 from aegis.engine.limits import MemoryLimits, memory_limits
 from aegis.engine.planning import choose_backend, request_plan, resolve, store_layout
 from aegis.errors import AegisError
@@ -78,8 +78,8 @@ class Facts:
     address_space_nbytes: int | None
     """What this process may map at most; None: no limit."""
     huge_pages: HugePages
-    storage: Storage | None
-    storage_error: str | None
+    cache: CacheFolder | None
+    cache_error: str | None
     disk: DiskTest
     backends: tuple[BackendFact, ...]
     default_backend: str
@@ -109,11 +109,11 @@ def gather(disk: bool = True, root: Path = Path("/")) -> Facts:
     """Look at everything; ``root`` is where /proc and /sys are read."""
     memory = memory_limits(root)
     model, model_error = _or_reason(embedded_model)
-    storage, error = _or_reason(lambda: inspect_storage(cache_folder(), root))
+    cache, error = _or_reason(lambda: inspect_cache(cache_folder(), root))
     test = DiskTest(skipped=error or "asked for")
-    if disk and storage is not None:
+    if disk and cache is not None:
         records = (USUAL_RECORD_NBYTES, *([] if model is None else [model.record_nbytes]))
-        test = measure_disk(storage.folder, records, memory.free)
+        test = measure_disk(cache.folder, records, memory.free)
     return Facts(
         versions=versions(),
         processor=read_processor(root),
@@ -121,8 +121,8 @@ def gather(disk: bool = True, root: Path = Path("/")) -> Facts:
         swap_nbytes=_swap_nbytes(root),
         address_space_nbytes=_address_space_nbytes(),
         huge_pages=try_huge_pages(memory.free, root),
-        storage=storage,
-        storage_error=error,
+        cache=cache,
+        cache_error=error,
         disk=test,
         backends=tuple(
             BackendFact(name, reason, None if reason is None else _INSTALL.get(name))

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from aegis.doctor.advice import Problem
+from aegis.doctor.cache import CacheFolder
 from aegis.doctor.facts import LEAST_MARGIN_NBYTES, MARGIN_SHARE, SHORT_CONTEXT, Facts
-from aegis.doctor.storage import Storage
 from aegis.planner import format_size
 
 _INDENT = 14
@@ -21,7 +21,7 @@ def describe(facts: Facts, problems: Sequence[Problem]) -> Iterator[str]:
         ("instructions", _instructions(facts)),
         ("memory", _memory(facts)),
         ("huge pages", _huge_pages(facts)),
-        ("cache", [facts.storage_error] if facts.storage is None else [_storage(facts.storage)]),
+        ("cache", [facts.cache_error or ""] if facts.cache is None else [_cache(facts.cache)]),
         ("disk", list(_disk(facts))),
         ("backends", list(_backends(facts))),
         ("cap", list(_cap(facts))),
@@ -82,11 +82,10 @@ def _huge_pages(facts: Facts) -> list[str]:
     return [f"{setting}; a test arena of {format_size(h.arena_nbytes)} got {got} in huge pages"]
 
 
-def _storage(s: Storage) -> str:
-    reads = {True: "direct reads", False: "no direct reads", None: "direct reads not known"}
-    parts = [s.file_system or "file system unknown", f"{_size(s.free_nbytes)} free"]
-    parts += [reads[s.direct], *([] if s.writable else ["cannot be written"])]
-    return f"{s.folder}: {', '.join(parts)}"
+def _cache(c: CacheFolder) -> str:
+    parts = [c.file_system or "file system unknown", f"{_size(c.free_nbytes)} free"]
+    parts += [c.storage.describe(), *([] if c.writable else ["cannot be written"])]
+    return f"{c.folder}: {', '.join(parts)}"
 
 
 def _disk(facts: Facts) -> Iterator[str]:
@@ -151,7 +150,7 @@ def to_json(facts: Facts, problems: Sequence[Problem]) -> dict[str, Any]:
         "processor": _processor_json(facts),
         "memory": _memory_json(facts),
         "huge_pages": vars(facts.huge_pages) | {},
-        "cache": _storage_json(facts),
+        "cache": _cache_json(facts),
         "disk": _disk_json(facts),
         "backends": [
             {"name": b.name, "available": b.reason is None, "reason": b.reason}
@@ -187,11 +186,17 @@ def _memory_json(facts: Facts) -> dict[str, Any]:
     }
 
 
-def _storage_json(facts: Facts) -> dict[str, Any]:
-    s = facts.storage
+def _cache_json(facts: Facts) -> dict[str, Any]:
+    c = facts.cache
     fields = ("writable", "file_system", "free_nbytes", "direct", "stores")
-    known = {name: None if s is None else getattr(s, name) for name in fields}
-    return {"folder": None if s is None else str(s.folder), **known, "error": facts.storage_error}
+    known = {name: None if c is None else getattr(c, name) for name in fields}
+    return {
+        "folder": None if c is None else str(c.folder),
+        **known,
+        "reads": "unknown" if c is None else c.storage.kind,
+        "reads_reason": "" if c is None else c.storage.reason,
+        "error": facts.cache_error,
+    }
 
 
 def _disk_json(facts: Facts) -> dict[str, Any]:

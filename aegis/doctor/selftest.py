@@ -110,7 +110,7 @@ def selftest(
         with _store(layout) as store:
             for name in wanted:
                 if backend_layout(name) == layout:
-                    runs, skipped = plan_runs(name, len(cases), len(cases[0].greedy_ids))
+                    runs, skipped = plan_runs(name, store, len(cases), len(cases[0].greedy_ids))
                     done.skipped += skipped
                     ask = compute or _subprocess(goldens)
                     _run_all(done, runs, store, ask, cases, on_result)
@@ -149,13 +149,16 @@ def _run_all(
         on_result(result)
 
 
-def plan_runs(backend: str, prompts: int, steps: int) -> tuple[list[Run], list[Skipped]]:
+def plan_runs(
+    backend: str, store: Path, prompts: int, steps: int
+) -> tuple[list[Run], list[Skipped]]:
     """What to run on a backend with the memory that is free now."""
-    low, high = _caps(backend)
+    low, high, there = _caps(backend, store)
     free = memory_limits().free
-    room = high if free is None else min(high, free)
+    room = high if free is None else min(high, free + there)
     if low > room:
-        reason = f"it needs {format_size(low)} of memory, but {format_size(room)} are free"
+        needed, found = format_size(low - there), format_size(room - there)
+        reason = f"it needs {needed} of memory, but {found} are free"
         return [], [Skipped(backend, reason)]
     if backend != "native":
         return [Run(backend, None, room, prompts, min(steps, PASS_STEPS), False)], []
@@ -174,16 +177,19 @@ def _native_run(isa: str, cap_nbytes: int, prompts: int, steps: int) -> Run:
     return Run("native", isa, cap_nbytes, prompts, steps, True)
 
 
-def _caps(backend: str) -> tuple[int, int]:
-    """The smallest cap that opens the embedded model, and the one that holds all its experts."""
-    path = embedded_path()
-    layout = store_layout(path, backend)
+def _caps(backend: str, store: Path) -> tuple[int, int, int]:
+    """The smallest cap that opens a store, the one that holds all its experts, what is there.
+
+    What is there already is a store that lies in memory, which is a part of its plan.
+    """
+    layout = store_layout(store, backend)
     plans = []
     for cap_nbytes in (1, 1 << 60):
         settings = settings_for(cap_nbytes, {"backend": backend, "context": CONTEXT})
-        plans.append(request_plan(resolve(path, layout, settings, backend)))
+        plans.append(request_plan(resolve(store, layout, settings, backend)))
     smallest = plans[0].min_cap_nbytes
-    return smallest, max(smallest, plans[1].total_nbytes)
+    everything = max(smallest, plans[1].total_nbytes)
+    return smallest, everything, dict(plans[1].items).get("store", 0)
 
 
 @contextlib.contextmanager

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from aegis.doctor.storage import MEMORY_FILE_SYSTEMS, file_system, free_nbytes, is_writable
-from aegis.doctor.storage import nearest_folder as nearest
+from aegis.checkpoint.storage import nearest_folder, storage_of
+from aegis.doctor.cache import free_nbytes, is_writable
 from aegis.errors import AegisError
 
 _PREFIX = ".aegis-doctor-"
@@ -49,7 +49,7 @@ def temporary_folder(cache: Path, needed_nbytes: int) -> Iterator[Path]:
 
 def _place(cache: Path, needed_nbytes: int) -> Path:
     """On a disk rather than in memory, and beside the cache rather than elsewhere."""
-    folders = dict.fromkeys((nearest(cache), Path(tempfile.gettempdir())))
+    folders = dict.fromkeys((nearest_folder(cache), Path(tempfile.gettempdir())))
     fit = [
         folder
         for folder in folders
@@ -61,7 +61,7 @@ def _place(cache: Path, needed_nbytes: int) -> Path:
             f"{names} cannot be written or have less than {-(-needed_nbytes >> 20)} MiB free, which"
             " the embedded model's store takes; set AEGIS_CACHE or TMPDIR to another folder"
         )
-    return min(fit, key=lambda folder: file_system(folder) in MEMORY_FILE_SYSTEMS)
+    return min(fit, key=lambda folder: storage_of(folder).kind == "memory")
 
 
 def _remove_leftovers(parent: Path) -> None:

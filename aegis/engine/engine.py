@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from aegis.engine.planning import settings_for
 from aegis.engine.token_ids import refuse_bytes, token_array, whole
 from aegis.engine.turn import Turn, in_turn
 from aegis.errors import AegisError, UsageError
+from aegis.planner import format_size
 from aegis.tiers.errors import TiersError
 
 if TYPE_CHECKING:
@@ -29,6 +31,10 @@ if TYPE_CHECKING:
 
 _SHORT = 2
 """Characters per token of the context that are no trouble, whatever they are."""
+_USUAL = 8
+"""No text has more characters per token; runs of blanks have, and take more than is planned."""
+_ENCODING_NBYTES = 160
+"""What encoding takes for a moment per character of such a text; 90 to 130 were measured."""
 _PIECE = 1 << 14
 """Characters of a long text that are counted at once."""
 
@@ -273,7 +279,8 @@ class Engine:
         Counts in pieces, and no further than is needed to be sure.
 
         Raises:
-            UsageError: together the texts are more than twice as long as the context.
+            UsageError: together the texts are more than twice as long as the context, or encoding
+                them takes more than the cap leaves without the hot tier (long runs of blanks).
         """
         length = sum(map(len, texts))
         if length <= _SHORT * self.context:
@@ -288,6 +295,22 @@ class Engine:
                     raise self.too_long(about * length // seen, about=True)
         if about > 2 * self.context:
             raise self.too_long(about, about=True)
+        if length > _USUAL * self.context:
+            self._make_room(length * _ENCODING_NBYTES)
+
+    @in_turn
+    def _make_room(self, nbytes: int) -> None:
+        """Let slots go for what is taken for a moment; the next prompt takes them again."""
+        governor = self._opened.governor
+        if nbytes > governor.room():
+            self._guarded(self._opened.tiers.release_nbytes, nbytes - governor.room())
+        short = nbytes - governor.room()
+        if short > 0:
+            raise UsageError(
+                f"encoding this prompt takes {format_size(nbytes)} for a moment, which is"
+                f" {format_size(short)} more than the cap leaves; give a shorter prompt or a larger"
+                " cap"
+            )
 
     def _check_open(self) -> None:
         if self._closed:
@@ -333,9 +356,9 @@ class Engine:
 
     def _guarded(self, compute: Callable[..., Any], *args: Any) -> Any:
         """Run a pass; a failed one leaves the cache as it was before."""
-        if self._unsound:
-            self._recover()
         try:
+            if self._unsound:
+                self._recover()
             return compute(*args)
         except TiersError as error:
             raise self._opened.read_error(error) from error
@@ -343,9 +366,10 @@ class Engine:
             raise
         except BaseException:
             # Ctrl-C, or what a signal's handler raises, can come between any two steps of the
-            # bookkeeping of slots and reads; and during the recovery, which then comes later.
+            # bookkeeping of slots and reads. A recovery that fails, too, comes with the next call.
             self._unsound = True
-            self._recover()
+            with suppress(TiersError):
+                self._recover()
             raise
 
     def _recover(self) -> None:

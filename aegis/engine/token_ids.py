@@ -37,6 +37,8 @@ def token_array(ids: Sequence[int]) -> array[int]:
         UsageError: one is no whole number, or too large for any vocabulary.
     """
     refuse_bytes(ids)
+    if not isinstance(ids, array) and bool in map(type, ids):
+        whole(True)
     try:
         return array("i", ids)
     except (OverflowError, TypeError):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from aegis.checkpoint.config import ModelConfig, QuantSpec, load_config
-from aegis.errors import CheckpointError
+from aegis.checkpoint.config import ModelConfig, QuantSpec, load_config, tokenizer_nbytes
+from aegis.errors import CheckpointError, TokenizerError
 
 
 def config(**keys: Any) -> ModelConfig:
@@ -90,6 +91,9 @@ def test_no_entry_means_unquantised() -> None:
         ({"bits": "4", "group_size": 64}, "bits"),
         ({"bits": 4, "group_size": 64, "m": {"mode": "nvfp4", "bits": 4}}, "'nvfp4'"),
         ("4bit", "expected an object"),
+        ({"bits": 0, "group_size": 64}, "bits to 0; expected a whole number from 1 to 32"),
+        ({"bits": 4, "group_size": 64, "zero_point": True, "kind": "x"}, "kind to 'x'"),
+        ({"bits": 4, "group_size": 64, "a.b": 8}, r"a\.b to 8, which aegis does not know"),
     ],
 )
 def test_quantisation_that_cannot_be_read_is_refused(entry: Any, words: str) -> None:
@@ -107,3 +111,75 @@ def test_a_file_that_is_no_json_object_is_refused(tmp_path: Path, text: str) -> 
 def test_a_missing_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json is missing"):
         load_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_size", 0),
+        ("hidden_size", -64),
+        ("hidden_size", 10**12),
+        ("num_hidden_layers", 1025),
+        ("num_experts", 10**400),
+        ("shared_expert_intermediate_size", -1),
+        ("max_position_embeddings", 2**31),
+        ("unheard_of", 10**30),
+    ],
+)
+def test_a_whole_number_out_of_range_is_named_with_the_range(key: str, value: int) -> None:
+    with pytest.raises(CheckpointError, match=rf"sets {key} to .*expected a whole number from"):
+        config(**{key: value}).int(key)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rms_norm_eps", -1e-6),
+        ("rms_norm_eps", float("nan")),
+        ("rms_norm_eps", 10**400),
+        ("rope_theta", 0),
+        ("rope_theta", float("inf")),
+        ("unheard_of", float("inf")),
+        ("unheard_of", -(10**400)),
+    ],
+)
+def test_a_number_that_is_not_finite_or_out_of_range_is_refused(key: str, value: float) -> None:
+    with pytest.raises(CheckpointError, match=rf"sets {key} to .*expected a number"):
+        config(**{key: value}).float(key)
+
+
+def test_a_section_has_the_same_access_and_names_itself() -> None:
+    c = config(rope_parameters={"rope_theta": 1e6, "factor": "x"}, other=[1])
+    section = c.section("rope_parameters")
+    assert section is not None
+    assert section.float("rope_theta") == 1e6
+    with pytest.raises(
+        CheckpointError, match=r"config\.json in rope_parameters sets factor to 'x'"
+    ):
+        section.float("factor")
+    assert c.section("nothing") is None
+    with pytest.raises(CheckpointError, match="expected an object"):
+        c.section("other")
+
+
+def test_an_entry_that_is_true_means_the_default() -> None:
+    quantization = config(quantization={"bits": 4, "group_size": 64, "a.b": True}).quantization
+    assert quantization is not None
+    assert quantization.of("a.b") == QuantSpec(4, 64)
+
+
+@pytest.mark.parametrize("size", [None, -1, 257 << 20])
+def test_a_tokenizer_that_cannot_be_one_is_refused_by_its_size(
+    tmp_path: Path, size: int | None
+) -> None:
+    path = tmp_path / "tokenizer.json"
+    words = "is missing"
+    if size == -1:
+        path.mkdir()
+        words = "is a directory"
+    elif size is not None:
+        path.touch()
+        os.truncate(path, size)
+        words = "is implausibly large"
+    with pytest.raises(TokenizerError, match=rf"tokenizer\.json {words}"):
+        tokenizer_nbytes(tmp_path)

@@ -59,6 +59,12 @@ def test_headers_are_read_as_the_reference_library_reads_them() -> None:
         ({"a": entry(begin=4, end=0)}, "gives a -4 bytes"),
         ({"a": entry(begin=2, end=6), "b": entry()}, "over another tensor"),
         ({"a": entry(begin=6, end=10)}, "truncated: a ends"),
+        ({"a": entry(begin=4, end=8)}, "has 4 bytes before a that belong to no tensor"),
+        ({"a": entry()}, "ends with 4 bytes that belong to no tensor"),
+        ({"a": entry(), "b": entry("U8", [0], 20, 20)}, "truncated: b ends"),
+        ({"a": entry(shape=[1] * 9)}, "damaged header entry for a"),
+        ({"a": entry(shape=[2**60, 0], begin=0, end=0)}, "damaged header entry for a"),
+        ({"a" * 2000: entry()}, "is no name of a tensor"),
     ],
 )
 def test_a_damaged_header_is_refused_naming_the_tensor(

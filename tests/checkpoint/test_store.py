@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from aegis.convert.convert import convert
 from aegis.convert.layout import layout_of_checkpoint
 from aegis.errors import StoreError
 from aegis.kernels.base import Layout
+from aegis.models import check_layout
 
 
 @pytest.fixture(scope="module")
@@ -185,3 +187,122 @@ def test_any_flipped_bit_of_store_json_is_noticed(folder: Path) -> None:
 def test_missing_3bit_files_name_the_command_that_makes_them(pristine: Path) -> None:
     with pytest.raises(StoreError, match="aegis convert --experts 3bit"):
         Store.open(pristine).expert_paths("3bit")
+
+
+def edit_experts(**keys: object) -> Callable[[Path], object]:
+    return manifest(lambda data: data["experts"].update(keys))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (manifest(lambda d: d.pop("layout")), "no 'layout'"),
+        (manifest(lambda d: d.update(layout="x")), "where one of il16, row belongs"),
+        (manifest(lambda d: d.update(resident={})), "where a list belongs"),
+        (manifest(lambda d: d["resident"].append(d["resident"][0])), "do not follow"),
+        (manifest(lambda d: d["files"].update({"tokenizer.json": [1]})), "is damaged"),
+        (manifest(lambda d: d["files"].update({"x.bin": [1, 2]})), "is damaged"),
+        (manifest(lambda d: d["config"].pop("model_type")), "lacks model_type"),
+        (manifest(lambda d: d.update(moe_layers=[1, 0])), "not in order"),
+        (edit_experts(crc32=[[1]]), "lacks checksums"),
+        (edit_experts(stride=4096), "do not follow"),
+        (
+            manifest(lambda d: d["experts"]["segments"]["up_proj"].update(shape=[2, 64, 64])),
+            r"matrix has the shape \[2, 64, 64\]",
+        ),
+        (
+            manifest(lambda d: d["resident"][0]["format"].update(kind="dense")),
+            "where 0 to 0 belongs",
+        ),
+        (
+            manifest(lambda d: d["resident"][1]["format"].update(dtype="bf16")),
+            "a vector that is not plain f32",
+        ),
+        (
+            lambda f: (f / "store.json").write_text('{"format":"aegis store","format_version":2}'),
+            "no checksum",
+        ),
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_refused(
+    folder: Path, damage: Callable[[Path], object], words: str
+) -> None:
+    damage(folder)
+    with pytest.raises(StoreError, match=words):
+        Store.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (manifest(lambda d: d["config"].update(num_hidden_layers=1)), "which its model lacks"),
+        (
+            manifest(lambda d: d["config"].update(num_hidden_layers=3)),
+            r"lacks the tensor layers\.2",
+        ),
+        (manifest(lambda d: d["config"].update(vocab_size=600)), "embed_tokens with the shape"),
+        (manifest(lambda d: d["config"].update(moe_intermediate_size=128)), "other experts"),
+    ],
+)
+def test_a_store_that_its_config_does_not_describe_is_refused(
+    folder: Path, damage: Callable[[Path], object], words: str
+) -> None:
+    check_layout(Store.open(folder).layout)
+    damage(folder)
+    with pytest.raises(StoreError, match=words):
+        check_layout(Store.open(folder).layout)
+
+
+def test_copied_files_are_compared_when_asked(folder: Path) -> None:
+    store = Store.open(folder)
+    store.check_copied()
+    flip_bit(folder / "tokenizer.json", 50)
+    with pytest.raises(StoreError, match=r"tokenizer\.json is damaged"):
+        store.check_copied()
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(StoreError, match=r"tokenizer\.json is damaged"):
+        store.check_copied()
+
+
+def test_a_skipped_tensor_is_checked_though_it_takes_no_memory(folder: Path) -> None:
+    store = Store.open(folder)
+    table = store.layout.embedding
+    for at in (0, table.nbytes - 1):
+        flip_bit(store.resident_path, table.offset + at)
+        with pytest.raises(StoreError, match="embed_tokens is damaged"):
+            store.load_resident(resident_buffer(store, ("embed_tokens",)), ("embed_tokens",))
+        flip_bit(store.resident_path, table.offset + at)
+    unchecked = Store.open(folder, verify_resident=False)
+    unchecked.load_resident(resident_buffer(store, ("embed_tokens",)), ("embed_tokens",))
+
+
+def test_a_tensor_larger_than_what_passes_at_once_is_checked_whole(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "m", 1, vocab_size=2000, num_hidden_layers=1)
+    store = convert(source, tmp_path / "s")
+    table, skip = store.layout.embedding, ("embed_tokens",)
+    assert table.nbytes > 2 * (64 << 10)
+    store.load_resident(resident_buffer(store, skip), skip)
+    for at in (70 << 10, 130 << 10, table.nbytes - 1):
+        flip_bit(store.resident_path, table.offset + at)
+        with pytest.raises(StoreError, match="embed_tokens is damaged"):
+            store.load_resident(resident_buffer(store, skip), skip)
+        flip_bit(store.resident_path, table.offset + at)
+
+
+@pytest.mark.parametrize("change", [lambda p: p.unlink(), lambda p: os.truncate(p, 5000)])
+def test_resident_weights_that_vanish_after_opening_are_an_error_in_a_sentence(
+    folder: Path, change: Callable[[Path], object]
+) -> None:
+    store = Store.open(folder)
+    change(store.resident_path)
+    with pytest.raises(StoreError, match=r"resident\.bin.* cannot be read"):
+        store.load_resident(resident_buffer(store))
+
+
+def test_what_one_row_of_a_table_takes_is_known_for_every_layout(tmp_path: Path) -> None:
+    quantised = write_checkpoint(tmp_path / "q", 1)
+    assert layout_of_checkpoint(quantised, "row").embedding_range is None
+    dense = write_checkpoint(tmp_path / "d", 1, dense=True)
+    span = layout_of_checkpoint(dense, "row").embedding_range
+    assert span is not None
+    assert (span.rows, span.nbytes) == (1, 128 * 2)

@@ -106,3 +106,28 @@ def test_a_full_context_is_said(talk: Talk) -> None:
     talk.until("> ")
     talk.type("one two three")
     assert "context of 32 tokens is full" in talk.until("/clear forgets the conversation")
+
+
+@pytest.mark.parametrize("talk", [["-n", "3", "-c", "64"]], indirect=True)
+def test_the_oldest_turns_are_left_out_and_that_is_said(talk: Talk) -> None:
+    talk.until("> ")
+    seen = ""
+    for _ in range(12):
+        talk.type("one two three four")
+        seen += talk.until("> ")
+    assert "not fit the context of 64 tokens beside a new answer: left out)" in seen
+    assert "error" not in seen
+
+
+REFUSING = "{% if 'no' in messages[-1].content %}{{ raise_exception('Not that.') }}{% endif %}x"
+
+
+@pytest.mark.parametrize(
+    "talk", [["-n", "3", "-c", "64", "--chat-template", REFUSING]], indirect=True
+)
+def test_a_template_that_refuses_a_line_does_not_end_the_chat(talk: Talk) -> None:
+    talk.until("> ")
+    talk.type("no")
+    assert "refuses these messages: Not that." in talk.until("> ")
+    talk.type("yes")
+    assert "error" not in talk.until("> ")

@@ -18,6 +18,7 @@ import cgroup
 import numpy as np
 import pytest
 
+from aegis.checkpoint.storage import DIRECT, Storage
 from aegis.doctor import selftest as selftests
 from aegis.doctor import shelter
 from aegis.doctor.compare import LOGITS_WITHIN, check
@@ -165,7 +166,9 @@ def test_everything_is_right_here_and_nothing_is_left(
     assert list(cache.iterdir()) == []
 
 
-def short_runs(backend: str, prompts: int, steps: int) -> tuple[list[Run], list[Skipped]]:
+def short_runs(
+    backend: str, store: Path, prompts: int, steps: int
+) -> tuple[list[Run], list[Skipped]]:
     """Two steps at two caps, or one where they are slow."""
     if backend != "native":
         return [Run(backend, None, 600 * MIB, 1, 1, False)], []
@@ -354,13 +357,13 @@ def test_a_process_above_its_cap_fails(
 
 
 def test_little_memory_leaves_out_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selftests, "_caps", lambda _: (100 * MIB, 150 * MIB))
+    monkeypatch.setattr(selftests, "_caps", lambda *_: (100 * MIB, 150 * MIB, 0))
     monkeypatch.setattr(selftests, "native_isas", lambda: ("v", ("v", "w", "scalar")))
 
     def caps(free: int | None) -> tuple[list[tuple[str | None, int]], int]:
         limits = MemoryLimits(None, free, None)
         monkeypatch.setattr(selftests, "memory_limits", lambda: limits)
-        runs, skipped = plan_runs("native", 4, 24)
+        runs, skipped = plan_runs("native", Path("store"), 4, 24)
         return [(run.isa, run.cap_nbytes // MIB) for run in runs], len(skipped)
 
     everything = [("v", 100), ("v", 150), ("w", 100), ("scalar", 100)]
@@ -369,6 +372,8 @@ def test_little_memory_leaves_out_what_does_not_fit(monkeypatch: pytest.MonkeyPa
     assert caps(120 * MIB) == ([("v", 100), ("v", 120), ("w", 100), ("scalar", 100)], 0)
     assert caps(100 * MIB) == ([("v", 100), ("w", 100), ("scalar", 100)], 1)
     assert caps(99 * MIB) == ([], 1)
+    monkeypatch.setattr(selftests, "_caps", lambda *_: (100 * MIB, 150 * MIB, 60 * MIB))
+    assert caps(60 * MIB)[0][:2] == [("v", 100), ("v", 120)]  # of which a store takes half
     monkeypatch.setattr(selftests, "native_isas", lambda: ("scalar", ("scalar",)))
     assert caps(None) == ([("scalar", 100), ("scalar", 150)], 0)
 
@@ -417,11 +422,11 @@ def test_a_disk_is_preferred_to_memory_and_a_writable_folder_to_the_cache(
     (cache := tmp_path / "cache").mkdir()
     (other := tmp_path / "tmp").mkdir()
     monkeypatch.setattr(shelter.tempfile, "gettempdir", lambda: str(other))
-    monkeypatch.setattr(shelter, "file_system", lambda folder: "ext4")
+    monkeypatch.setattr(shelter, "storage_of", lambda folder: DIRECT)
     with temporary_folder(cache, MIB) as folder:
         assert folder.parent == cache
     monkeypatch.setattr(
-        shelter, "file_system", lambda folder: "tmpfs" if folder == cache else "ext4"
+        shelter, "storage_of", lambda folder: Storage("memory") if folder == cache else DIRECT
     )
     with temporary_folder(cache, MIB) as folder:
         assert folder.parent == other

@@ -14,14 +14,17 @@ from typing import Any
 import pytest
 from doctor_tools import GIB, HEALTHY, MIB, changed, write_root
 
-from aegis.doctor import disk, huge_pages, storage
+from aegis.checkpoint import storage
+from aegis.checkpoint.pagecache import drop_pages
+from aegis.checkpoint.storage import CACHED, DIRECT, REFUSED, Storage, file_system, storage_of
+from aegis.doctor import disk, huge_pages
 from aegis.doctor.advice import find_problems
+from aegis.doctor.cache import inspect_cache
 from aegis.doctor.disk import USUAL_RECORD_NBYTES, DiskTest, measure_disk
 from aegis.doctor.facts import Facts, embedded_model, gather
 from aegis.doctor.huge_pages import HugePages, read_setting, try_huge_pages
 from aegis.doctor.processor import read_processor
 from aegis.doctor.report import describe, to_json
-from aegis.doctor.storage import direct_io, file_system, inspect_storage
 from aegis.engine.limits import MemoryGroup, MemoryLimits
 from aegis.tiers.errors import ArenaError
 
@@ -119,18 +122,18 @@ def test_the_file_system_is_that_of_the_innermost_mount(
 
 
 def test_looking_at_a_cache_leaves_nothing_behind(tmp_path: Path) -> None:
-    found = inspect_storage(tmp_path / "not" / "there")
+    found = inspect_cache(tmp_path / "not" / "there")
     assert found.writable
     assert found.free_nbytes
     assert found.stores == 0
-    assert direct_io(tmp_path / "not" / "there") in (True, False, None)
+    assert found.direct in (True, False, None)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_where_the_cache_should_be_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert not inspect_storage(tmp_path / "file").writable
-    assert not inspect_storage(tmp_path / "file" / "cache").writable
+    assert not inspect_cache(tmp_path / "file").writable
+    assert not inspect_cache(tmp_path / "file" / "cache").writable
 
 
 def refusing_direct(error: int, usual: Callable[..., int] = os.open) -> Callable[..., int]:
@@ -146,18 +149,23 @@ def refusing_direct(error: int, usual: Callable[..., int] = os.open) -> Callable
 def test_a_file_system_that_refuses_direct_reads_is_found_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage.os, "open", refusing_direct(errno.EINVAL))
-    assert inspect_storage(tmp_path).direct is False
+    monkeypatch.setattr(storage, "file_system", lambda _: "ext4")
+    monkeypatch.setattr(os, "open", refusing_direct(errno.EINVAL))
+    assert inspect_cache(tmp_path).direct is False
 
 
 @linux_only
 def test_in_a_read_only_cache_a_store_tells_about_direct_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    truth = direct_io(tmp_path)
+    truth = storage_of(tmp_path).kind
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "store.json").touch()
-    (tmp_path / "model" / "resident.bin").write_bytes(bytes(8192))
+    with (tmp_path / "model" / "resident.bin").open("wb") as file:
+        file.write(bytes(8192))
+        file.flush()
+        os.fsync(file.fileno())
+        drop_pages(file.fileno())
 
     def read_only(path: Any, flags: int, *rest: Any, **more: Any) -> int:
         if flags & os.O_RDWR:
@@ -165,10 +173,10 @@ def test_in_a_read_only_cache_a_store_tells_about_direct_reads(
         return usual(path, flags, *rest, **more)
 
     usual = os.open
-    monkeypatch.setattr(storage.os, "open", read_only)
-    monkeypatch.setattr(storage.os, "access", lambda *_: False)
-    found = inspect_storage(tmp_path)
-    assert (found.direct, found.writable, found.stores) == (truth, False, 1)
+    monkeypatch.setattr(os, "open", read_only)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    found = inspect_cache(tmp_path)
+    assert (found.storage.kind, found.writable, found.stores) == (truth, False, 1)
 
 
 # Disk
@@ -180,7 +188,7 @@ def small_test(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "FILE_NBYTES", 16 * MIB)
     monkeypatch.setattr(disk, "_ROUND_NBYTES", 8 * MIB)
     monkeypatch.setattr(disk, "_ROUNDS", 1)
-    monkeypatch.setattr(disk, "file_system", lambda _: "ext4")
+    monkeypatch.setattr(disk, "storage_of", lambda _: DIRECT)
 
 
 RECORDS = (USUAL_RECORD_NBYTES, 65536)
@@ -204,6 +212,16 @@ def test_without_direct_io_reads_are_measured_buffered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk, "_go_direct", lambda _: False)
+    found = measure_disk(tmp_path, RECORDS, None)
+    assert not found.direct
+    assert_measured(found, tmp_path)
+
+
+@pytest.mark.usefixtures("small_test")
+def test_direct_reads_that_come_from_the_page_cache_are_not_called_direct(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "storage_of", lambda _: CACHED)
     found = measure_disk(tmp_path, RECORDS, None)
     assert not found.direct
     assert_measured(found, tmp_path)
@@ -234,7 +252,7 @@ def test_no_more_than_256_mib_and_a_quarter_of_the_free_space_are_written(
         def __init__(self, free: int) -> None:
             self.f_bavail = free
 
-    monkeypatch.setattr(disk, "file_system", lambda _: "ext4")
+    monkeypatch.setattr(disk, "storage_of", lambda _: DIRECT)
     for free, room in ((100 * GIB, 256 * MIB), (GIB // 2, 128 * MIB), (99 * MIB, 24 * MIB)):
         monkeypatch.setattr(disk.os, "statvfs", lambda _, free=free: Disk(free))
         assert disk._room(tmp_path) == room
@@ -254,9 +272,9 @@ def test_a_file_is_never_larger_than_what_it_may_be(
 def test_a_cache_in_memory_is_not_measured_and_not_filled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk, "file_system", lambda _: "tmpfs")
+    monkeypatch.setattr(disk, "storage_of", lambda _: Storage("memory"))
     found = measure_disk(tmp_path, RECORDS, None)
-    assert found.skipped == f"{tmp_path} lies in memory (tmpfs)"
+    assert found.skipped == f"{tmp_path} lies in memory"
     assert found.speeds == ()
 
 
@@ -334,13 +352,13 @@ MACHINES = {
     "embedded_model": replace(HEALTHY, model=None, model_error="config.json is damaged"),
     "swap": replace(HEALTHY, swap_nbytes=2 * GIB),
     "address_space": replace(HEALTHY, address_space_nbytes=GIB),
-    "no_cache_folder": replace(HEALTHY, storage=None, storage_error="no home"),
-    "cache_read_only": changed("storage", writable=False, stores=0),
-    "cache_in_memory": changed("storage", file_system="tmpfs"),
-    "cache_on_network": changed("storage", file_system="nfs4"),
-    "cache_in_container": changed("storage", file_system="overlay"),
-    "no_direct_io": changed("storage", direct=False),
-    "little_disk": changed("storage", free_nbytes=100 * MIB),
+    "no_cache_folder": replace(HEALTHY, cache=None, cache_error="no home"),
+    "cache_read_only": changed("cache", writable=False, stores=0),
+    "cache_in_memory": changed("cache", file_system="tmpfs", storage=Storage("memory")),
+    "cache_on_network": changed("cache", file_system="nfs4"),
+    "cache_in_container": changed("cache", file_system="overlay"),
+    "no_direct_io": changed("cache", storage=REFUSED),
+    "little_disk": changed("cache", free_nbytes=100 * MIB),
     "slow_disk": changed("disk", speeds=SLOW),
     "disk_failed": changed("disk", speeds=(), skipped="it failed", failed=True),
 }
@@ -363,8 +381,8 @@ def test_each_problem_is_named_with_its_remedy(name: str) -> None:
 @pytest.mark.parametrize(
     ("facts", "severity"),
     [
-        (changed("storage", writable=False, stores=3), "note"),
-        (changed("storage", free_nbytes=5 * GIB), "note"),
+        (changed("cache", writable=False, stores=3), "note"),
+        (changed("cache", free_nbytes=5 * GIB), "note"),
         (changed("processor", isa="scalar", wanted_isa="scalar"), "problem"),
         (changed("processor", quota_cores=0.5), "problem"),
     ],
@@ -438,8 +456,8 @@ def test_facts_of_a_machine_elsewhere_are_read_from_its_files(
     assert facts.memory.container_limit == 400 * MIB
     assert facts.memory.free == 300 * MIB
     assert facts.swap_nbytes == MIB
-    assert facts.storage is not None
-    assert facts.storage.file_system == "btrfs"
+    assert facts.cache is not None
+    assert facts.cache.file_system == "btrfs"
     assert facts.disk.skipped == "asked for"
     names = {problem.name for problem in find_problems(facts)}
     assert {"one_core", "huge_pages_never", "swap"} <= names
@@ -452,7 +470,7 @@ def test_a_cache_folder_that_nobody_knows_stops_nothing(monkeypatch: pytest.Monk
 
     monkeypatch.setattr("aegis.doctor.facts.cache_folder", homeless)
     facts = gather()
-    assert facts.storage is None
+    assert facts.cache is None
     assert facts.disk.skipped == "could not determine home directory"
     assert "no_cache_folder" in {problem.name for problem in find_problems(facts)}
 
@@ -470,6 +488,7 @@ KEYS = {
     "huge_pages": {"setting", "arena_nbytes", "huge_nbytes"},
     "cache": {
         *("folder", "writable", "file_system", "free_nbytes", "direct", "stores", "error"),
+        *("reads", "reads_reason"),
     },
     "disk": {"skipped", "folder", "direct", "file_nbytes", "reads"},
     "cap": {"sensible_nbytes", "rule", "margin_nbytes", "default_nbytes", "embedded_model"},

@@ -77,6 +77,16 @@ def test_piped_text_alone_is_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None
         assert resolve_request([], None, None, None).prompt == "d\ufffdj\ufffd \ufffd"
 
 
+@pytest.mark.parametrize("data", [b"a\r\nb\r\n", b"\xef\xbb\xbfa\r\nb", b"a\r\nb\n\n"])
+def test_line_ends_are_kept_inside_a_text_and_dropped_behind_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, data: bytes
+) -> None:
+    (tmp_path / "prompt.txt").write_bytes(data)
+    assert resolve_request([], None, None, "prompt.txt").prompt == "a\r\nb"
+    with piped(monkeypatch, data):
+        assert resolve_request([], None, None, None).prompt == "a\r\nb"
+
+
 def test_the_null_device_is_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     with Path(os.devnull).open() as null:
         monkeypatch.setattr(sys, "stdin", null)

@@ -1,0 +1,188 @@
+"""Disks that fail on purpose, for both read pools, and child processes that tell what became of
+them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import random
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from aegis.tiers import PythonReadPool, ReadPool
+
+POOLS = ("python", "native")
+
+Fault = Callable[[int], int]
+"""The number of a read, from 0, to what becomes of it: WELL, SHORT, END, GARBLED or an errno."""
+
+WELL, SHORT, END, GARBLED = 0, -1, -2, -3
+
+
+class _Piece(ctypes.Structure):
+    _fields_ = [("base", ctypes.c_void_p), ("nbytes", ctypes.c_size_t)]  # noqa: RUF012
+
+
+_CALL = ctypes.CFUNCTYPE(
+    ctypes.c_ssize_t,
+    ctypes.c_int,
+    ctypes.POINTER(_Piece),
+    ctypes.c_int,
+    ctypes.c_int64,
+    use_errno=True,
+)
+
+
+class FaultyDisk:
+    """Takes the place of preadv: reads well, short, garbled, to an early end, or not at all."""
+
+    def __init__(self, fault: Fault, seed: int = 0) -> None:
+        self.fault = fault
+        self.reads = 0
+        self._rng = random.Random(seed)
+        self._plain: dict[int, int] = {}
+        self._call = _CALL(self._native)
+
+    def close(self) -> None:
+        """Close what was opened to read from."""
+        while self._plain:
+            os.close(self._plain.popitem()[1])
+
+    def pool(self, kind: str, threads: int, drop_cache: bool = False) -> ReadPool:
+        """A read pool of one kind on this disk."""
+        if kind == "python":
+            return PythonReadPool(threads, drop_cache, self.read)
+        module = pytest.importorskip("aegis.kernels.native._native")
+        address = ctypes.cast(self._call, ctypes.c_void_p).value
+        pool: ReadPool = module.ReadPool(threads, drop_cache, address)
+        return pool
+
+    def install(self, patch: pytest.MonkeyPatch, kind: str) -> None:
+        """Let every engine that is opened from now on read from this disk."""
+        if kind == "native":
+            pytest.importorskip("aegis.kernels.native._native")
+        patch.setattr(
+            "aegis.tiers.facade.open_read_pool",
+            lambda threads, drop_cache=False: self.pool(kind, threads, drop_cache),
+        )
+
+    def read(self, fd: int, views: list[memoryview], offset: int) -> int:
+        """As os.preadv."""
+        number, self.reads = self.reads, self.reads + 1
+        fault = self.fault(number)
+        if fault > 0:
+            raise OSError(fault, os.strerror(fault))
+        if fault == END:
+            return 0
+        wanted = sum(view.nbytes for view in views)
+        # Any number of bytes may come at once, whatever direct reads are multiples of.
+        count = self._rng.randint(1, max(1, wanted - 1)) if fault == SHORT else wanted
+        data = bytearray(os.pread(self._through_cache(fd), count, offset))
+        if fault == GARBLED and data:
+            data[self._rng.randrange(len(data))] ^= 1 << self._rng.randrange(8)
+        rest = memoryview(data)
+        for view in views:
+            taken = min(view.nbytes, len(rest))
+            view[:taken], rest = rest[:taken], rest[taken:]
+        return len(data)
+
+    def _through_cache(self, fd: int) -> int:
+        status = os.fstat(fd)
+        key = status.st_ino
+        if key not in self._plain:
+            self._plain[key] = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        return self._plain[key]
+
+    def _native(self, fd: int, pieces: Sequence[_Piece], count: int, offset: int) -> int:
+        views = [
+            memoryview((ctypes.c_char * pieces[i].nbytes).from_address(pieces[i].base)).cast("B")
+            for i in range(count)
+        ]
+        try:
+            return self.read(fd, views, offset)
+        except OSError as error:
+            ctypes.set_errno(error.errno or errno.EIO)
+            return -1
+
+
+@contextlib.contextmanager
+def faulty_disk(fault: Fault, seed: int = 0) -> Iterator[FaultyDisk]:
+    """A disk, closed at the end."""
+    disk = FaultyDisk(fault, seed)
+    try:
+        yield disk
+    finally:
+        disk.close()
+
+
+def always(fault: int) -> Fault:
+    """Every read fares the same."""
+    return lambda number: fault
+
+
+def only(fault: int, *numbers: int) -> Fault:
+    """These reads only."""
+    return lambda number: fault if number in numbers else WELL
+
+
+def mixed(seed: int, rate: float, *faults: int) -> Fault:
+    """Any of these, now and then."""
+    rng = random.Random(seed)
+    return lambda number: rng.choice(faults) if rng.random() < rate else WELL
+
+
+def python_script(
+    code: str,
+    *arguments: str,
+    env: dict[str, str] | None = None,
+    cwd: Path | None = None,
+    timeout: float = 120,
+) -> subprocess.CompletedProcess[str]:
+    """Run Python code in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONSAFEPATH": "1", **(env or {})},
+        cwd=cwd,
+        check=False,
+        timeout=timeout,
+    )
+
+
+def in_child(work: Callable[[], object], limit_s: int = 60) -> str:
+    """What ``work`` returns as text in a forked child, or how it failed there.
+
+    The child takes the interpreter's whole way out, so that what ends there is tried too."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(read)
+        _answer(work, write, limit_s)
+    os.close(write)
+    with os.fdopen(read) as stream:
+        said = stream.read()
+    _, status = os.waitpid(child, 0)
+    assert not status, f"the child ended with status {status} after {said!r}"
+    return said
+
+
+def _answer(work: Callable[[], object], write: int, limit_s: int) -> None:
+    import signal
+
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(limit_s)
+    with os.fdopen(write, "w") as stream:
+        try:
+            stream.write(str(work()))
+        except BaseException:
+            stream.write(traceback.format_exc())
+    os._exit(0)

@@ -1,0 +1,203 @@
+// Elementary functions at every magnitude, norms, rotary positions, attention, routing and the head.
+#include <optional>
+#include <string>
+
+#include "attention_blocks.h"
+#include "digest.h"
+
+namespace digest {
+
+using aegis::kernels;
+
+namespace {
+
+// Both signs, every exponent, some mantissas: zeros, denormals, infinities and NaN among them.
+std::vector<float> every_magnitude() {
+  Random random(4);
+  std::vector<float> values;
+  for (uint32_t high = 0; high < 512; ++high)
+    for (uint32_t mantissa : {0u, 1u, 0x400000u, 0x7FFFFFu, random.below(1 << 23)}) {
+      const uint32_t bits = high << 23 | mantissa;
+      values.emplace_back();
+      std::memcpy(&values.back(), &bits, 4);
+    }
+  for (int i = 0; i < 4000; ++i) values.push_back(number(random, Range::ordinary) * 64.0f);
+  return values;
+}
+
+void elementwise_cases() {
+  const std::vector<float> x = every_magnitude();
+  const int64_t n = static_cast<int64_t>(x.size());
+  constexpr const char* names[] = {"exp", "sigmoid", "silu", "sin", "cos"};
+  for (int f = 0; f < 5; ++f) {
+    std::vector<float> y(x.size());
+    const auto which = static_cast<aegis::Elementwise>(f);
+    kernels_only([&] { kernels().attention.elementwise(which, x.data(), n, y.data()); });
+    Digest digest;
+    digest.add(y.data(), n);
+    report(std::string("function ") + names[f], digest);
+  }
+}
+
+void norm_cases() {
+  Random random(5);
+  for (Range range : {Range::ordinary, Range::wide, Range::tiny, Range::edges})
+    for (int64_t n : {64, 192, 1024}) {
+      const std::vector<float> x = numbers(random, n, range), w = numbers(random, n);
+      std::vector<float> y(static_cast<size_t>(n));
+      kernels_only([&] { kernels().attention.rms_norm(x.data(), w.data(), 1e-6f, n, y.data()); });
+      Digest digest;
+      digest.add(y.data(), n);
+      report("rms_norm " + std::to_string(n) + " " + name_of(range), digest);
+    }
+}
+
+void rotary_cases() {
+  Random random(6);
+  for (int64_t half : {1, 8, 16, 20, 64}) {
+    const int64_t dim = 2 * half + 16;
+    std::vector<float> inv_freq = numbers(random, half);
+    inv_freq[0] = 1.0f;
+    const std::vector<float> x = numbers(random, dim);
+    std::vector<float> cosine(inv_freq.size()), sine(inv_freq.size()), y(x.size());
+    Digest digest;
+    for (int64_t position : {0, 1, 2, 1000, 131071, 16777217}) {
+      kernels_only([&] {
+        kernels().attention.rotary_angles(position, inv_freq.data(), half, cosine.data(), sine.data());
+        kernels().attention.rotate(x.data(), cosine.data(), sine.data(), half, dim, 0.25f, y.data());
+      });
+      digest.add(cosine.data(), half);
+      digest.add(sine.data(), half);
+      digest.add(y.data(), dim);
+    }
+    report("rotary " + std::to_string(half), digest);
+  }
+}
+
+struct AttentionShape {
+  int64_t heads, kv_heads, dim;
+};
+
+// A prompt in uneven pieces over more than one block of positions, then single tokens.
+void attention_case(aegis::Pool& pool, AttentionShape shape) {
+  constexpr int64_t hidden = 64, context = 272;
+  Random random(8);
+  const int64_t q_rows = shape.heads * shape.dim, kv_rows = shape.kv_heads * shape.dim;
+  const Weight q(random, q_rows, hidden, Kind::affine4, DType::bf16, true);
+  const Weight k(random, kv_rows, hidden, Kind::affine8, DType::f16, true);
+  const Weight v(random, kv_rows, hidden, Kind::affine3, DType::bf16, true);
+  const Weight o(random, hidden, q_rows, Kind::affine4, DType::f32);
+  const std::vector<float> norm = numbers(random, hidden);
+  std::vector<float> x = numbers(random, context * hidden);
+  std::vector<float> scratch(4 << 20);
+  std::vector<float> cache(static_cast<size_t>(2 * shape.kv_heads * context * shape.dim), -1e30f);
+  aegis::AttentionBlock::Spec spec{};
+  spec.hidden = hidden;
+  spec.heads = shape.heads;
+  spec.kv_heads = shape.kv_heads;
+  spec.dim = shape.dim;
+  spec.max_tokens = spec.context = context;
+  spec.eps = 1e-6f;
+  spec.inv_freq = numbers(random, shape.dim / 2);
+  spec.norm = norm.data();
+  spec.q = q.desc, spec.k = k.desc, spec.v = v.desc, spec.o = o.desc;
+  const int64_t nbytes = static_cast<int64_t>(scratch.size()) * 4;
+  const aegis::AttentionBlock block(pool, spec, aegis::Scratch(scratch.data(), nbytes));
+  const aegis::KVView view{cache.data(), cache.data() + shape.kv_heads * context * shape.dim, context,
+                           shape.kv_heads, shape.dim};
+  {
+    const Foreign environment;
+    int64_t start = 0;
+    for (int64_t tokens : {1, 7, 150, 97, 1, 1, 15}) {
+      block.run(x.data() + start * hidden, tokens, view, start);
+      start += tokens;
+    }
+  }
+  Digest digest;
+  digest.add(x.data(), context * hidden);
+  report("attention " + std::to_string(shape.heads) + " " + std::to_string(shape.kv_heads) + " " +
+             std::to_string(shape.dim),
+         digest);
+}
+
+void choice_cases() {
+  Random random(9);
+  for (int n : {1, 10, 60, 128, 130})
+    for (Range range : {Range::ordinary, Range::tiny, Range::edges})
+      for (bool normalise : {false, true}) {
+        std::vector<float> logits = numbers(random, n, range);
+        for (int i = 1; i < n; i += 3) logits[i] = logits[i - 1];  // ties
+        const int k = n < 6 ? n : 6;
+        std::vector<int32_t> ids(6), best(6);
+        std::vector<float> weights(6);
+        kernels_only([&] {
+          kernels().attention.route(logits.data(), n, k, normalise, ids.data(), weights.data());
+          kernels().attention.largest(logits.data(), n, k, best.data());
+        });
+        Digest digest;
+        digest.add(ids.data(), k);
+        digest.add(best.data(), k);
+        digest.add(weights.data(), k);
+        report("choice " + std::to_string(n) + (normalise ? " normalised " : " plain ") + name_of(range),
+               digest);
+      }
+}
+
+}  // namespace
+
+void attention_cases(aegis::Pool& pool) {
+  elementwise_cases();
+  norm_cases();
+  rotary_cases();
+  for (AttentionShape shape : {AttentionShape{4, 4, 16}, {6, 2, 32}, {8, 1, 64}, {2, 1, 128}, {1, 1, 256}})
+    attention_case(pool, shape);
+}
+
+void router_cases(aegis::Pool& pool) {
+  choice_cases();
+  constexpr int64_t hidden = 192, rows = 40, vocabulary = 200;
+  constexpr int k = 4;
+  Random random(10);
+  const std::vector<float> norm = numbers(random, hidden);
+  const Weight gate(random, 20, hidden, Kind::affine8, DType::bf16);
+  const Weight next(random, 36, hidden, Kind::dense, DType::f16);
+  std::vector<float> scratch(1 << 20);
+  const int64_t nbytes = static_cast<int64_t>(scratch.size()) * 4;
+  for (int64_t tokens : {int64_t{1}, int64_t{5}, rows}) {
+    const std::vector<float> x = numbers(random, tokens * hidden);
+    std::vector<float> normed(x.size()), weights(static_cast<size_t>(tokens * k));
+    std::vector<int32_t> experts(weights.size()), guess(36);
+    const aegis::RouterBlock::Layer layer{norm.data(), gate.desc, 1e-6f, k};
+    const aegis::RouterBlock::Layer following{norm.data(), next.desc, 1e-5f, k};
+    const aegis::RouterBlock block(pool, hidden, rows, true, layer, following,
+                                   {normed.data(), experts.data(), weights.data(), guess.data()},
+                                   aegis::Scratch(scratch.data(), nbytes));
+    int guessed;
+    {
+      const Foreign environment;
+      guessed = block.run(x.data(), tokens, 7);
+    }
+    Digest digest;
+    digest.add(normed.data(), tokens * hidden);
+    digest.add(experts.data(), tokens * k);
+    digest.add(weights.data(), tokens * k);
+    digest.add(guess.data(), guessed);
+    report("router " + std::to_string(tokens), digest);
+  }
+  const Weight lm_head(random, vocabulary, hidden, Kind::affine4, DType::bf16);
+  const std::vector<float> x = numbers(random, rows * hidden);
+  std::vector<float> logits(rows * vocabulary);
+  const aegis::HeadBlock head(pool, norm.data(), 1e-6f, lm_head.desc, rows,
+                              aegis::Scratch(scratch.data(), nbytes));
+  Digest digest;
+  for (int64_t tokens : {int64_t{1}, rows}) {
+    {
+      const Foreign environment;
+      head.run(x.data(), tokens, logits.data());
+    }
+    digest.add(logits.data(), tokens * vocabulary);
+  }
+  report("head", digest);
+}
+
+}  // namespace digest
