@@ -10,6 +10,7 @@ This module imports nothing but the standard library, so planning needs no array
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -233,8 +234,8 @@ class EmbeddingBlock(Protocol):
     def row_offset(self, token_id: int) -> int:
         """Byte offset in the stored table of the range that holds this id's row."""
 
-    def __call__(self, ids: NDArray[np.int32]) -> Array:
-        """ids [T] to [T, H], from the table in memory."""
+    def __call__(self, ids: NDArray[np.int32] | Array) -> Array:
+        """ids [T], of the backend's own too, to [T, H], from the table in memory."""
 
     def from_rows(self, ids: NDArray[np.int32], rows: NDArray[np.uint8]) -> Array:
         """The same from ranges read from disk: rows is [T, row_nbytes]."""
@@ -276,14 +277,31 @@ class QueuedExpertsBlock(ExpertsBlock, Protocol):
         """Everything at once; ``table``, made by the backend's queue, says where experts lie."""
 
 
+class QueuedHeadBlock(HeadBlock, Protocol):
+    """A head block that can choose a token without the host."""
+
+    def best(self, x: Array) -> Array:
+        """x [1, H] to the id of its largest logit, int32 [1] on the device, the lowest of equals;
+        -1 where that logit is not a finite number. The embedding block takes it for ids."""
+
+
 class Queue(Protocol):
-    """Calls that return before their result is there. Only the thread of the calls may use it."""
+    """Calls that return before their result is there, one thread at a time."""
+
+    def stream(self) -> AbstractContextManager[Any]:
+        """Held around all calls of blocks, so that any thread's go to the same queue."""
+
+    def start(self, results: Sequence[Array], routings: Sequence[Routing] = ()) -> None:
+        """Have these computed, without waiting."""
+
+    def token(self, best: Array) -> int:
+        """Wait for what a head chose."""
 
     def table(self, slots: NDArray[np.int32]) -> Array:
         """Expert id to slot, int32 [E], as ``from_table`` wants it."""
 
     def read(self, routings: Sequence[Routing]) -> None:
-        """Bring what was chosen in all of these to the host, waiting once."""
+        """Bring what was chosen in all of these, which were started, to the host."""
 
     def settle(self) -> None:
         """Wait until everything called so far is computed: slots may then be overwritten."""

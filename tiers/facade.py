@@ -160,20 +160,24 @@ class ExpertTiers:
             self._tables[layer_index] = found = (changes, table)
         return found[1]
 
-    def note_hits(self, layer_index: int, experts: Sequence[int] | NDArray[np.int32]) -> None:
-        """One token chose these experts of a layer whose table was used."""
-        chosen = _ints(experts)
+    def note_hits(self, layer_index: int, experts: NDArray[np.int32]) -> None:
+        """Some tokens chose these experts, [tokens, K], of a layer whose table was used."""
         slots, counters = self.slots, self._queue.counting[layer_index]
         if layer_index <= self._last_layer:
-            self._policy.tick(1)
+            self._policy.tick(len(experts))
         self._last_layer = layer_index
-        self._guesser.remember(layer_index, chosen)
+        self._guesser.remember(layer_index, experts[-1].tolist())
         first = layer_index * self._num_experts
-        for expert in chosen:
+        chosen, counts = np.unique(experts, return_counts=True)
+        for expert, count in zip(chosen.tolist(), counts.tolist(), strict=True):
             slot = slots.slot_of.get(first + expert, NOWHERE)
-            counters.hits += 1
-            counters.hot_hits += slot != NOWHERE and slots.hot_index[slot] != NOWHERE
-            self._policy.touch(first + expert)
+            counters.hits += count
+            if slot == NOWHERE:
+                continue
+            counters.hot_hits += count * (slots.hot_index[slot] != NOWHERE)
+            counters.useful += slots.guessed[slot]
+            slots.guessed[slot] = False
+            self._policy.touch(first + expert, count)
 
     def _withdraw(self, keys: list[int]) -> None:
         """Guesses that were not chosen: cancel those that have not begun, forget about the rest."""

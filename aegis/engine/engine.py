@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aegis.engine.logits_room import LogitsRoom
+from aegis.engine.lookahead import Lookahead
 from aegis.engine.opening import Opened, open_model
 from aegis.engine.planning import settings_for
 from aegis.engine.token_ids import refuse_bytes, token_array, whole
@@ -53,9 +54,11 @@ class Engine:
         self._closed = False
         self._unsound = False
         """An interruption left the books of slots and reads in disorder."""
-        self.turn = Turn()
+        queue = opened.backend.queue
+        self.turn = Turn() if queue is None else Turn(queue.stream)
         """Hold it to make several calls one, as far as other threads can tell."""
         self._room = LogitsRoom(opened)
+        self._look = Lookahead(opened.forward, queue)
 
     @classmethod
     def open(
@@ -147,7 +150,9 @@ class Engine:
     @property
     def stats(self) -> TierStats:
         """Hits, misses, late and wasted guesses, bytes read and waits, per layer and phase."""
-        self._opened.forward.count()
+        if self._opened.forward.has_uncounted:
+            with self.turn:
+                self._opened.forward.count()
         return self._opened.tiers.stats
 
     def ledger(self) -> list[LedgerRow]:
@@ -187,9 +192,27 @@ class Engine:
         token = self._checked_token(token)
         if len(self._cached) >= self.context:
             raise UsageError(f"the context of {self.context} tokens is full; open a longer one")
-        hidden = self._guarded(self._opened.forward.decode, token, len(self._cached))
+        hidden = self._look.take(token)
+        if hidden is None:
+            hidden = self._guarded(self._opened.forward.decode, token, len(self._cached))
         self._cached.append(token)
         return hidden
+
+    @in_turn
+    def next_token(self, ids: Sequence[int], sampler: Sampler, more: bool = False) -> int:
+        """The token that a sampler chooses behind ``ids``.
+
+        more: another is likely to be asked for behind it. Where the backend queues and the choice
+        is greedy, that one is computed while the caller looks at this one.
+        """
+        hidden = self.feed(ids)
+        if self._look.can_choose and sampler.is_greedy:
+            position = len(self._cached)
+            begin = position if more and position < self.context else None
+            token = int(self._guarded(self._look.choose, hidden, begin))
+            if token >= 0:
+                return token
+        return sampler.sample(self.logits(hidden)[0], ids)
 
     @in_turn
     def logits(self, hidden: Any) -> NDArray[np.float32]:
@@ -326,6 +349,7 @@ class Engine:
     def _hidden(self, ids: Sequence[int], start: int) -> Iterator[tuple[Any, int]]:
         """Compute ids[start:] in chunks; yields (hidden [T, H], absolute position of its first)."""
         self._guarded(self._begin_prompt)
+        self._look.drop()
         del self._cached[start:]
         step, tiers = self.plan.prefill_step, self._opened.tiers
         if len(ids) - start == 1:

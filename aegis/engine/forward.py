@@ -10,20 +10,32 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 
+from aegis.engine.embedding import DiskEmbedding
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
-    from aegis.kernels.base import Array, Queue, QueuedExpertsBlock, Routing
+    from aegis.kernels.base import (
+        Array,
+        Queue,
+        QueuedExpertsBlock,
+        QueuedHeadBlock,
+        Routing,
+    )
     from aegis.models.base import Decoder, DecoderLayer
     from aegis.tiers.facade import ExpertTiers
+
+
+_COUNTED_TOGETHER = 16
+"""Tokens whose choices are counted at once: it takes Python longer than the device to make them."""
 
 
 class Embed(Protocol):
     """Token ids to the first residual stream, wherever the table lies."""
 
-    def __call__(self, ids: NDArray[np.int32]) -> Array:
+    def __call__(self, ids: NDArray[np.int32] | Array) -> Array:
         """ids [T] to [T, H]."""
 
 
@@ -43,31 +55,75 @@ class Forward:
         self._queue = queue
         self._tables: dict[int, tuple[NDArray[np.int32], Array]] = {}
         """MoE layer to its table, on the host and as the backend wants it."""
-        self._unseen: list[tuple[int, Routing]] = []
-        """Routing that nobody has looked at yet, by MoE layer."""
+        self._unseen: list[list[tuple[int, Routing]]] = []
+        """Routing that nobody has looked at yet, by MoE layer, of the latest tokens."""
 
     def decode(self, token: int, position: int) -> Array:
         """One token at ``position`` to its last hidden state [1, H]."""
         self.count()
         x = self._embed(np.array([token], np.int32))
+        unseen: list[tuple[int, Routing]] = []
         candidates = self._tiers.candidates
         for layer in self._decoder.layers:
             self._watch()
             table = self._table(layer.moe_index)
-            x = layer.attention(x, layer.cache, position)
-            routing = layer.router(x, candidates if table is None else 0)
             if table is None:
-                x = self._decode_experts(layer, x, routing)
+                x = layer.attention(x, layer.cache, position)
+                x = self._decode_experts(layer, x, layer.router(x, candidates))
             else:
-                x = cast("QueuedExpertsBlock", layer.experts).from_table(x, routing, table)
-                self._unseen.append((layer.moe_index, routing))
+                x = self._queue_layer(layer, x, position, table, unseen)
+        if self._queue is not None and unseen:
+            self._queue.start([x], [routing for _, routing in unseen])
+            self._unseen.append(unseen)
         return x
 
-    def close(self) -> None:
-        """Count what was queued, and let go of the model."""
-        self.count()
-        self._tables.clear()
-        del self._decoder, self._embed
+    def decode_ahead(self, best: Array, position: int) -> tuple[Array, Array] | None:
+        """The same for a token that only the device knows, and what the head chooses behind it.
+
+        None where a layer would have to wait for its routing. Nothing waits.
+        """
+        queue, layers = self._queue, self._decoder.layers
+        if queue is None or isinstance(self._embed, DiskEmbedding):
+            return None
+        self._watch()
+        tables = [self._table(layer.moe_index) for layer in layers]
+        if any(table is None for table in tables):
+            return None
+        self.count(all_but=1)
+        x = self._embed(best)
+        unseen: list[tuple[int, Routing]] = []
+        for layer, table in zip(layers, tables, strict=True):
+            x = self._queue_layer(layer, x, position, table, unseen)
+        following = cast("QueuedHeadBlock", self._decoder.head).best(x)
+        queue.start([following], [routing for _, routing in unseen])
+        self._unseen.append(unseen)
+        return x, following
+
+    def best(self, hidden: Array) -> Array:
+        """What the head chooses behind a token, on the device; only where the backend queues."""
+        assert self._queue is not None
+        best = cast("QueuedHeadBlock", self._decoder.head).best(hidden)
+        self._queue.start([best])
+        return best
+
+    def forget_ahead(self) -> None:
+        """The token of the last ``decode_ahead`` is not wanted: it counts for nothing."""
+        if self._unseen:
+            self._unseen.pop()
+
+    def _queue_layer(
+        self,
+        layer: DecoderLayer,
+        x: Array,
+        position: int,
+        table: Array,
+        unseen: list[tuple[int, Routing]],
+    ) -> Array:
+        """A layer whose experts all lie in slots."""
+        x = layer.attention(x, layer.cache, position)
+        routing = layer.router(x, 0)
+        unseen.append((layer.moe_index, routing))
+        return cast("QueuedExpertsBlock", layer.experts).from_table(x, routing, table)
 
     def _table(self, index: int) -> Array | None:
         """Where a layer's experts lie, if the backend can use it and nothing needs the routing:
@@ -85,14 +141,33 @@ class Forward:
             self._tables[index] = known = (table, self._queue.table(table))
         return known[1]
 
-    def count(self) -> None:
-        """Tell the tiers what was chosen by routers that nobody waited for, all at once."""
-        if not self._unseen or self._queue is None:
+    @property
+    def has_uncounted(self) -> bool:
+        """Whether ``count`` has anything to do."""
+        return bool(self._unseen)
+
+    def count(self, all_but: int = 0) -> None:
+        """Tell the tiers what was chosen by routers that nobody waited for.
+
+        all_but: leave so many of the latest tokens, which may still be computed.
+        """
+        queue, ready = self._queue, len(self._unseen) - all_but
+        if queue is None or ready < (_COUNTED_TOGETHER if all_but else 1):
             return
-        unseen, self._unseen = self._unseen, []
-        self._queue.read([routing for _, routing in unseen])
-        for index, routing in unseen:
-            self._tiers.note_hits(index, routing.experts[0])
+        tokens, self._unseen = self._unseen[:ready], self._unseen[ready:]
+        queue.read([routing for token in tokens for _, routing in token])
+        by_layer: dict[int, list[NDArray[np.int32]]] = {}
+        for token in tokens:
+            for index, routing in token:
+                by_layer.setdefault(index, []).append(routing.experts[0])
+        for index, chosen in by_layer.items():
+            self._tiers.note_hits(index, np.stack(chosen))
+
+    def close(self) -> None:
+        """Count what was queued, and let go of the model."""
+        self.count()
+        self._tables.clear()
+        del self._decoder, self._embed
 
     def _decode_experts(self, layer: DecoderLayer, x: Array, routing: Routing) -> Array:
         """Misses are being read while the guess goes out and the first experts are computed."""

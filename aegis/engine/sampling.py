@@ -117,6 +117,11 @@ class Sampler:
         """Whether sample() looks at the tokens so far."""
         return self.repeat_penalty != 1.0 and self.repeat_last_n != 0
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether sample() is nothing but the largest logit."""
+        return not self.uses_history and (self.temperature == 0.0 or self.top_k == 1)
+
     def sample(self, logits: Floats, history: Sequence[int] = ()) -> int:
         """Return the next token id for logits float32 [vocab_size]; logits are left unchanged.
 

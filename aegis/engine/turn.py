@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from aegis.errors import AegisError
 
@@ -21,9 +22,11 @@ class Turn:
     (nor the memory that reads go into), so it is refused there instead of waiting for ever.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, inside: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
+        """inside: makes what is entered with every turn, by the thread that has it."""
         self._process = os.getpid()
         self._lock = threading.RLock()
+        self._inside, self._entered = inside, list[AbstractContextManager[Any]]()
 
     @property
     def here(self) -> bool:
@@ -37,8 +40,12 @@ class Turn:
                 " here, or start processes by the spawn method"
             )
         self._lock.acquire()
+        inside = self._inside()
+        inside.__enter__()
+        self._entered.append(inside)
 
     def __exit__(self, *error: object) -> None:
+        self._entered.pop().__exit__(None, None, None)
         self._lock.release()
 
 

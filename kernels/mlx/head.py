@@ -24,6 +24,7 @@ class MlxHead:
         self._norm = vector(memory, traits, weights["norm"])
         self._lm_head = Linear(memory, traits, weights["lm_head"])
         self._one = mx.compile(self._logits)
+        self._best = mx.compile(self._choose)
 
     def __call__(self, x: mx.array) -> NDArray[np.float32]:
         """x [T, H] to logits [T, vocab_size]."""
@@ -31,6 +32,15 @@ class MlxHead:
             mx.concatenate([self._one(x[row : row + 1]) for row in range(len(x))])
         )
         return logits
+
+    def best(self, x: mx.array) -> mx.array:
+        """See QueuedHeadBlock."""
+        return self._best(x)
+
+    def _choose(self, x: mx.array) -> mx.array:
+        logits = self._logits(x)
+        best = mx.argmax(logits, axis=-1).astype(mx.int32)
+        return mx.where(mx.isfinite(logits.max(axis=-1)), best, mx.array(-1, mx.int32))
 
     def _logits(self, x: mx.array) -> mx.array:
         return self._lm_head(mx.fast.rms_norm(x, self._norm, self._eps)).astype(mx.float32)

@@ -67,15 +67,18 @@ class MlxMemory:
         start = int(weight.data.ctypes.data) - self._region_base
         _, numbers = _raw(fmt)
         if fmt.kind == "dense":
-            return (self._piece(start, shape, numbers),)
-        rows, cols = shape
-        parts = row_parts((rows, cols), fmt, RESIDENT_ALIGN)
-        groups = (rows, cols // fmt.group_size)
-        return (
-            self._piece(start, (rows, cols * fmt.bits // 32), mx.uint32),
-            self._piece(start + parts.scales_offset, groups, numbers),
-            self._piece(start + parts.biases_offset, groups, numbers),
-        )
+            pieces = [self._piece(start, shape, numbers)]
+        else:
+            rows, cols = shape
+            parts = row_parts((rows, cols), fmt, RESIDENT_ALIGN)
+            groups = (rows, cols // fmt.group_size)
+            pieces = [
+                self._piece(start, (rows, cols * fmt.bits // 32), mx.uint32),
+                self._piece(start + parts.scales_offset, groups, numbers),
+                self._piece(start + parts.biases_offset, groups, numbers),
+            ]
+        mx.eval(pieces)
+        return tuple(pieces)
 
     def _piece(self, start: int, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
         assert self._region is not None

@@ -9,19 +9,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aegis.kernels.base import Routing
-from aegis.kernels.mlx.router import read
+from aegis.kernels.mlx.router import gather, spread
 
 
 class MlxQueue:
-    """Queue of one backend: the last results that read from slots."""
+    """Queue of one backend: a stream that every thread may use, and what was put into it last."""
 
     def __init__(self) -> None:
+        # MLX's usual streams belong to the thread that made them.
+        self._stream = mx.new_thread_unsafe_stream(mx.default_device())
         self._last: mx.array | None = None
+
+    def stream(self) -> mx.StreamContext:
+        """See Queue."""
+        return mx.stream(self._stream)
 
     def add(self, result: mx.array) -> None:
         """A result whose graph reads from slots. It depends on all results before it, or is
         computed after them: operations of one stream run in order."""
         self._last = result
+
+    def start(self, results: Sequence[mx.array], routings: Sequence[Routing] = ()) -> None:
+        """See Queue. Chosen experts are gathered into one array, which is one transfer later."""
+        gathered = gather(routings)
+        mx.async_eval(*results, *gathered)
+
+    def token(self, best: mx.array) -> int:
+        """See Queue."""
+        return int(best.item())
 
     def table(self, slots: NDArray[np.int32]) -> mx.array:
         """See Queue."""
@@ -31,10 +46,11 @@ class MlxQueue:
 
     def read(self, routings: Sequence[Routing]) -> None:
         """See Queue."""
-        read(routings)
+        spread(routings)
 
     def settle(self) -> None:
         """See Queue."""
         if self._last is not None:
-            mx.eval(self._last)
+            with self.stream():
+                mx.eval(self._last)
             self._last = None
