@@ -362,7 +362,6 @@ class Backend(Protocol):
     def kv_cache(self, spec: KVSpec, buffer: NDArray[np.uint8]) -> KVCache:
         """A cache over ``buffer`` (kv_nbytes, 64-byte aligned; empty if owned)."""
 
-
     def bind_slots(self, slots: SlotMemory) -> None:
         """Tell the backend where slots lie; must come before any experts block is made."""
 

@@ -1,7 +1,7 @@
 """Where the bytes of a record go when a slot is not one range of memory.
 
-A direct read needs addresses, offsets and sizes that are multiples of 4096. The parts of a slot that
-have such are read into; all others come through a bounce buffer of the reader's thread.
+A direct read needs addresses, offsets and sizes that are multiples of 4096. Parts of a slot with
+such are read into; all others come through a bounce buffer of the reader's thread.
 """
 
 from __future__ import annotations

@@ -210,7 +210,16 @@ def choose_caps(options: Options) -> CapChoice:
 
 def engine_settings(options: Options) -> Options:
     """The fields of Settings (without the cap) that the options stand for."""
-    same = ("backend", "activations", "experts", "embedding", "policy", "guess", "guess_width", "io_threads")
+    same = (
+        "backend",
+        "activations",
+        "experts",
+        "embedding",
+        "policy",
+        "guess",
+        "guess_width",
+        "io_threads",
+    )
     renamed = {"context": "ctx_size", "prefill_step": "prefill_step_size", "threads": "threads"}
     return {name: options[name] for name in same} | {
         field: options[name] for field, name in renamed.items()

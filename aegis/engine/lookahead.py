@@ -1,7 +1,7 @@
 """Choosing tokens on the device, and computing the next one before the last was looked at.
 
-Where calls queue and nothing has to wait for a router, a greedy choice needs no host: the token goes
-from the head into the embedding, and the host learns of it while the device is busy with what
+Where calls queue and nothing has to wait for a router, a greedy choice needs no host: the token
+goes from the head into the embedding, and the host learns of it while the device is busy with what
 follows. What was computed in vain, behind an end token say, is forgotten: the cache's next position
 is simply written again.
 """

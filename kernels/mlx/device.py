@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -75,7 +76,7 @@ def describe(traits: Traits) -> str:
     """MLX's version, the device and the numbers."""
     where = {"metal": "Metal", "cuda": "CUDA", "cpu": "CPU"}[traits.device]
     name = str(mx.device_info().get("device_name", "")) if traits.device != "cpu" else ""
-    return f"mlx {mx.__version__} ({', '.join(filter(None, (where, name, traits.numbers)))})"
+    return f"mlx {version('mlx')} ({', '.join(filter(None, (where, name, traits.numbers)))})"
 
 
 def beside_nbytes(traits: Traits) -> int:
@@ -88,3 +89,8 @@ def beside_nbytes(traits: Traits) -> int:
 def clear_cache() -> None:
     """Give freed buffers back to the system."""
     mx.clear_cache()
+
+
+def start(*results: mx.array) -> None:
+    """Have these computed, without waiting."""
+    mx.async_eval(*results)  # type: ignore[no-untyped-call,unused-ignore]

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aegis.kernels.base import ExpertsSpec, Routing, Weight
+from aegis.kernels.mlx import device
 from aegis.kernels.mlx.bank import PROJECTIONS, Bank
 from aegis.kernels.mlx.device import Traits
 from aegis.kernels.mlx.linear import Linear, gated_sum, swiglu
@@ -42,7 +43,7 @@ class MlxExperts:
         gate = weights.get("shared_expert_gate")
         self._gate = None if gate is None else Linear(memory, traits, gate)
         self._tile_rows = traits.tile_rows
-        self._call: _Call | None = None
+        self._call: _Row | _Chunk | None = None
         self._decode = mx.compile(self._one_row)
         self._others = mx.compile(self._shared_expert)
 
@@ -56,7 +57,7 @@ class MlxExperts:
         """See QueuedExpertsBlock; for one row."""
         route = cast(MlxRouting, routing)
         shared = self._others(route.normed)
-        out = self._decode(x, route.normed, route.weights, table[route.ids[0]], *shared)
+        out: mx.array = self._decode(x, route.normed, route.weights, table[route.ids[0]], *shared)
         self._queue.add(out)
         return out
 
@@ -64,9 +65,10 @@ class MlxExperts:
         """Queue the shared expert behind the router, so that the device works while the host looks
         at what was chosen."""
         route = cast(MlxRouting, routing)
-        shared = self._others(route.normed) if len(x) == 1 else self._shared_expert(route.normed)
-        mx.async_eval(route.pending(), *shared)
-        kind = _Row if len(x) == 1 else _Chunk
+        compute = self._others if x.shape[0] == 1 else self._shared_expert
+        shared = compute(route.normed)
+        device.start(*route.pending(), *shared)
+        kind = _Row if x.shape[0] == 1 else _Chunk
         self._call = kind(self, x, route, shared)
 
     def add(self, experts: I32, slots: I32) -> None:
@@ -80,7 +82,7 @@ class MlxExperts:
         out = self._call.finish()
         self._call = None
         self._queue.add(out)
-        mx.async_eval(out)
+        device.start(out)
         return out
 
     def _shared_expert(self, normed: mx.array) -> tuple[mx.array, ...]:
@@ -129,7 +131,10 @@ class _Row:
         """Compute all of them."""
         route = self._routing
         slots = mx.array([self._slot_of[e] for e in route.ranked[0].tolist()], mx.uint32)
-        return self._block._decode(self._x, route.normed, route.weights, slots, *self._shared)
+        out: mx.array = self._block._decode(
+            self._x, route.normed, route.weights, slots, *self._shared
+        )
+        return out
 
 
 class _Chunk:
@@ -168,7 +173,7 @@ class _Chunk:
             out = out.reshape(-1, out.shape[-1])[mx.array(kept.astype(np.uint32))]
             self._outputs.append(out)
         # Results rather than a graph: what they came from is freed, and slots may be reused.
-        mx.async_eval(self._outputs)
+        device.start(*self._outputs)
         self._block._queue.add(self._outputs[-1])
 
     def _tiles(

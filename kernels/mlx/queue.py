@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
 from aegis.kernels.base import Routing
+from aegis.kernels.mlx import device
 from aegis.kernels.mlx.router import gather, spread
 
 
@@ -31,12 +33,12 @@ class MlxQueue:
 
     def start(self, results: Sequence[mx.array], routings: Sequence[Routing] = ()) -> None:
         """See Queue. Chosen experts are gathered into one array, which is one transfer later."""
-        gathered = gather(routings)
-        mx.async_eval(*results, *gathered)
+        device.start(*results, *gather(routings))
 
     def token(self, best: mx.array) -> int:
         """See Queue."""
-        return int(best.item())
+        token: Any = best.item()
+        return int(token)
 
     def table(self, slots: NDArray[np.int32]) -> mx.array:
         """See Queue."""

@@ -17,7 +17,14 @@ from aegis.kernels.native.sizes_attention import (
     router_scratch_nbytes,
 )
 
-__all__ = ["Region", "experts_scratch_nbytes", "kv_nbytes", "regions", "slot_nbytes", "workspace_nbytes"]
+__all__ = [
+    "Region",
+    "experts_scratch_nbytes",
+    "kv_nbytes",
+    "regions",
+    "slot_nbytes",
+    "workspace_nbytes",
+]
 
 UNORDERED_ROWS = 8
 """Up to so many rows an experts call keeps every result, so its experts may come in any order."""
