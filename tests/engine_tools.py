@@ -18,17 +18,20 @@ from strategies import Choices, write_choices
 from aegis import Engine, plan
 from aegis.checkpoint.store import Store
 from aegis.convert.convert import convert
+from aegis.kernels.base import Layout
 from aegis.tiers import GUESS_KINDS, POLICIES
 
 Ids = Sequence[int]
 
 
 @contextmanager
-def store_of(choices: Choices, seed: int, experts3bit: bool = False) -> Iterator[Store]:
+def store_of(
+    choices: Choices, seed: int, experts3bit: bool = False, layout: Layout = "il16"
+) -> Iterator[Store]:
     """A converted random checkpoint, for as long as the block runs."""
     with tempfile.TemporaryDirectory(prefix="aegis-test-") as folder:
         source = write_choices(Path(folder) / "checkpoint", seed, choices)
-        yield convert(source, Path(folder) / "store", experts3bit=experts3bit)
+        yield convert(source, Path(folder) / "store", layout=layout, experts3bit=experts3bit)
 
 
 @dataclass(frozen=True)

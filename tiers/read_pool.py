@@ -341,8 +341,7 @@ class PythonReadPool:
             for index, (views, expected) in enumerate(arrived)
             if expected != UNCHECKED and _crc32(views) != expected
         ]
-        for source, target, nbytes in copies:
-            ctypes.memmove(target, source, nbytes)
+        Scatter.finish(copies)
         return got
 
     def _places(self, job: _Job) -> tuple[list[list[memoryview]], Sequence[Copy]]:

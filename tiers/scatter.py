@@ -80,6 +80,12 @@ class Scatter:
             records.append(views)
         return records, copies
 
+    @staticmethod
+    def finish(copies: Sequence[Copy]) -> None:
+        """Bring what was bounced to where it belongs."""
+        for source, target, nbytes in copies:
+            ctypes.memmove(target, source, nbytes)
+
     def _buffer(self, nbytes: int) -> int:
         """The address of this thread's buffer, which has at least so many bytes."""
         held: mmap.mmap | None = getattr(self._own, "buffer", None)

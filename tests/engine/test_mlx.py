@@ -1,0 +1,270 @@
+"""The mlx backend computes what the others do, and the same bits in every way to run it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_tools import Result, Way, difference, prompts, result_of, store_of, ways
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mlx_tools import NUMBERS, ON_GPU, PLENTY, mlx_options, needs_mlx
+from small_model import IDS, SMALL
+from strategies import Choices, checkpoint_choices, seeds
+
+from aegis import Engine
+from aegis.checkpoint.store import Store
+from aegis.engine.sampling import Sampler
+from aegis.errors import UsageError
+from aegis.kernels.base import Numbers
+
+pytestmark = [needs_mlx, pytest.mark.usefixtures("quick_open")]
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+NEW_TOKENS = 4
+TOP_K = SMALL.num_experts_per_tok
+EVERYTHING = Way(options={"guess": "none"})
+FEW = settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow])
+
+needs_cpu = pytest.mark.skipif(ON_GPU, reason="a GPU computes all goldens, in test_goldens.py")
+
+
+@pytest.fixture(scope="module")
+def row_store() -> Iterator[Store]:
+    """A small random model as this backend wants it."""
+    with store_of(SMALL, seed=11, layout="row") as made:
+        yield made
+
+
+@st.composite
+def mlx_ways(draw: st.DrawFn) -> Way:
+    """Any way to run a model on this backend: its prefill step is fixed, and what the cache holds
+    from before may have been computed with other shapes."""
+    way = draw(ways())
+    dropped = ("prefill_step", "embedding", "threads")
+    options = {name: value for name, value in way.options.items() if name not in dropped}
+    before = tuple(step for step in way.before if step in ("other", "score"))
+    return replace(way, options=options, before=before)
+
+
+def run(path: Path, top_k: int, way: Way, ids: list[int], **fixed: Any) -> Result:
+    """Open the model this way, warm it up, let the cache forget, and ask."""
+    with way.open(path, top_k, **fixed) as engine:
+        way.warm_up(engine, ids)
+        engine.feed([(ids[0] + 1) % 512])
+        return result_of(engine, ids, NEW_TOKENS)
+
+
+@pytest.mark.parametrize("numbers", NUMBERS)
+@settings(FEW)
+@given(plan=st.lists(mlx_ways(), min_size=2, max_size=3), ids=prompts(30))
+def test_the_same_bits_in_every_way(
+    row_store: Store, numbers: Numbers, plan: list[Way], ids: list[int]
+) -> None:
+    fixed = mlx_options(numbers)
+    expected = run(row_store.path, TOP_K, EVERYTHING, ids, **fixed)
+    for way in plan:
+        found = difference(expected, run(row_store.path, TOP_K, way, ids, **fixed))
+        assert not found, f"{way}: {found}"
+
+
+@FEW
+@given(checkpoint_choices(), seeds, prompts(8), st.booleans(), st.booleans())
+def test_any_model_is_computed_as_by_the_reference_backend(
+    choices: Choices, seed: int, ids: list[int], dense: bool, few_slots: bool
+) -> None:
+    choices = replace(choices, dense=dense)
+    slots = {"max_slots": choices.num_experts_per_tok} if few_slots else {}
+    results = []
+    for layout, options in (
+        ("row", mlx_options("f32", cap=PLENTY, **slots)),
+        ("il16", {"backend": "reference", "cap": "300MiB", "context": 64}),
+    ):
+        with (
+            store_of(choices, seed, layout="row" if layout == "row" else "il16") as store,
+            Engine.open(store.path, **options) as engine,
+        ):
+            decoded = [engine.logits(engine.feed(ids))[0].copy()]
+            decoded += [engine.logits(engine.feed_token(token))[0].copy() for token in ids[:3]]
+            results.append(np.concatenate([engine.score(ids, last=None), decoded]))
+    one, other = results
+    assert np.abs(one - other).max() <= 2e-3 * other.std(), np.abs(one - other).max(axis=1)
+
+
+def test_experts_of_3_bits_are_read_as_packed(row_store: Store) -> None:
+    results = []
+    for layout in ("row", "il16"):
+        backend = "mlx" if layout == "row" else "reference"
+        with (
+            store_of(
+                replace(SMALL, bits=(4,)),
+                seed=3,
+                experts3bit=True,
+                layout="row" if layout == "row" else "il16",
+            ) as store,
+            Engine.open(
+                store.path, cap=PLENTY, backend=backend, context=64, experts="3bit"
+            ) as engine,
+        ):
+            results.append(engine.score(IDS, last=None))
+    one, other = results
+    tolerance = 2e-3 if not ON_GPU else 0.1
+    assert np.abs(one - other).max() <= tolerance * other.std()
+
+
+@pytest.mark.parametrize("numbers", NUMBERS)
+def test_prompts_longer_than_a_prefill_step_do_not_depend_on_slots(
+    row_store: Store, numbers: Numbers
+) -> None:
+    ids = [(7 * i + i * i) % 500 for i in range(300)]
+    logits = []
+    for slots in (None, TOP_K, 7):
+        options = mlx_options(numbers, context=320, max_slots=slots)
+        with Engine.open(row_store.path, cap=PLENTY, **options) as engine:
+            logits.append(engine.score(ids, last=60).tobytes())
+    assert logits[0] == logits[1] == logits[2]
+
+
+@pytest.mark.parametrize("numbers", NUMBERS)
+def test_tokens_chosen_ahead_are_the_ones_that_logits_choose(
+    row_store: Store, numbers: Numbers
+) -> None:
+    options = mlx_options(numbers)
+    with Engine.open(row_store.path, cap=PLENTY, **options) as engine:
+        _fill(engine)
+        ahead = list(engine.generate(IDS, 12, ignore_eos=True))
+        plain, history = [], list(IDS)
+        for _ in range(12):
+            plain.append(int(engine.logits(engine.feed(history))[0].argmax()))
+            history.append(plain[-1])
+        assert ahead == plain
+
+
+def _fill(engine: Engine) -> None:
+    """Have every expert in a slot."""
+    for start in range(0, 480, 40):
+        engine.score(list(range(start, start + 40)))
+    layers = range(SMALL.num_hidden_layers)
+    assert all(engine._opened.tiers.table(layer) is not None for layer in layers)
+
+
+def test_a_token_ahead_that_nobody_wants_changes_and_counts_nothing(row_store: Store) -> None:
+    with Engine.open(row_store.path, cap=PLENTY, **mlx_options("f32")) as engine:
+        _fill(engine)
+        expected = list(engine.generate(IDS, 8, ignore_eos=True))
+        engine.stats.reset()
+        tokens = engine.generate(IDS, 8, ignore_eos=True)
+        # The prompt is cached but for its last token; the next ones are computed on demand.
+        assert [next(tokens) for _ in range(3)] == expected[:3]
+        counted = engine.stats.totals("decode")
+        assert counted.hits >= 3 * SMALL.num_hidden_layers * TOP_K
+        other = engine.score(IDS[::-1])[0].tobytes()
+        assert list(tokens) == expected[3:]
+        assert engine.score(IDS[::-1])[0].tobytes() == other
+        assert engine.stats.totals("decode").misses == 0
+
+
+def test_a_choice_without_a_finite_logit_is_refused_as_on_other_backends(
+    row_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import mlx.core as mx
+
+    with Engine.open(row_store.path, cap=PLENTY, **mlx_options("f32")) as engine:
+        head: Any = engine._opened.decoder.head
+        nothing = mx.array(np.full((1, 512), np.nan, np.float32))
+        monkeypatch.setattr(head, "_one", lambda _: nothing)
+        monkeypatch.setattr(head, "_best", lambda _: mx.array([-1]))
+        with pytest.raises(Exception, match="NaN"):
+            engine.next_token(IDS, Sampler())
+
+
+def test_the_head_chooses_the_lowest_of_equal_logits_and_finds_what_is_no_number(
+    row_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import mlx.core as mx
+
+    with Engine.open(row_store.path, cap=PLENTY, **mlx_options("f32")) as engine:
+        head: Any = engine._opened.decoder.head
+        for special, expected in ((2.0, 70), (np.nan, -1), (np.inf, -1)):
+            logits = np.zeros((1, 512), np.float32)
+            logits[0, [70, 300, 511]] = special
+            monkeypatch.setattr(head, "_logits", lambda _, row=logits: mx.array(row))
+            assert head._choose(mx.zeros((1, 1))).item() == expected
+
+
+@pytest.mark.parametrize("slots", [None, TOP_K])
+def test_any_thread_may_use_the_engine(row_store: Store, slots: int | None) -> None:
+    with Engine.open(row_store.path, cap=PLENTY, **mlx_options("f32", max_slots=slots)) as engine:
+        expected = list(engine.generate(IDS, 6, ignore_eos=True))
+        found: list[list[int]] = []
+
+        def work() -> None:
+            hidden = engine.feed(IDS[:4])
+            engine.logits(hidden)
+            found.append(list(engine.generate(IDS, 6, ignore_eos=True)))
+
+        for _ in range(2):
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+        hidden = engine.feed(IDS[:5])
+        thread = threading.Thread(target=lambda: found.append([int(engine.logits(hidden).size)]))
+        thread.start()
+        thread.join()
+        assert found == [expected, expected, [512]]
+        assert list(engine.generate(IDS, 6, ignore_eos=True)) == expected
+
+
+def test_what_is_measured_is_no_more_than_planned(row_store: Store) -> None:
+    with Engine.open(row_store.path, cap=PLENTY, **mlx_options("f32", context=512)) as engine:
+        engine.nll([(7 * i) % 500 for i in range(500)])
+        list(engine.generate(IDS, 4, ignore_eos=True))
+        rows = {row.item: row for row in engine.ledger()}
+        for name in ("resident_weights", "kv_cache", "workspace", "slots"):
+            measured = rows[name].measured_nbytes
+            assert measured is not None
+            assert 0 < measured <= rows[name].planned_nbytes, name
+
+
+def test_memory_goes_back_when_the_engine_closes(row_store: Store) -> None:
+    import mlx.core as mx
+
+    before = mx.get_active_memory()
+    engine = Engine.open(row_store.path, cap=PLENTY, **mlx_options("f32"))
+    engine.score(IDS)
+    assert mx.get_active_memory() > before + (1 << 18)
+    engine.close()
+    assert mx.get_active_memory() <= before + (1 << 18)
+    assert mx.get_cache_memory() == 0
+
+
+def test_a_prefill_step_cannot_be_chosen(row_store: Store) -> None:
+    with pytest.raises(UsageError, match="in steps of"):
+        Engine.open(row_store.path, cap=PLENTY, prefill_step=32, **mlx_options("f32"))
+
+
+@needs_cpu
+def test_a_cpu_computes_in_float32_only(row_store: Store) -> None:
+    with pytest.raises(UsageError, match="--activations"):
+        Engine.open(row_store.path, cap=PLENTY, **mlx_options("bf16"))
+
+
+@needs_cpu
+def test_the_embedded_model_gives_the_goldens_of_its_first_steps(cache: Path) -> None:
+    golden = json.loads((GOLDENS / "smolmoe-135m" / "golden.json").read_text())
+    case = min(golden["prompts"], key=lambda prompt: len(prompt["ids"]))
+    with Engine.open(cap="1GiB", **mlx_options("f32", context=128, max_slots=40)) as engine:
+        hidden = engine.feed(case["ids"])
+        for step, token in enumerate(case["greedy_ids"][:4]):
+            logits = engine.logits(hidden)[0]
+            assert int(logits.argmax()) == token
+            wanted = case["step_top20_logits"][step]
+            error = np.abs(logits[case["step_top20_ids"][step]] - wanted).max()
+            assert error <= 2e-3 * case["logit_std"][step]
+            hidden = engine.feed_token(token)
