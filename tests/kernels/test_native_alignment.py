@@ -26,7 +26,7 @@ F32, I32 = np.float32, np.int32
 def shifted(shape: tuple[int, ...], dtype: Any = F32, by: int = 1) -> Any:
     """Zeros that start ``by`` bytes behind a cache line."""
     nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    found = aligned(nbytes + 8)[by : by + nbytes].view(dtype).reshape(shape)
+    found = aligned(nbytes + 16)[by : by + nbytes].view(dtype).reshape(shape)
     assert found.ctypes.data % 4 == by % 4
     return found
 
