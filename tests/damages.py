@@ -571,6 +571,13 @@ TEXT = [
         tokenizer(lambda data: data.update(added_tokens=[{"id": -1, "content": "a", "x": 1}])),
         "tokenizer.json is not a tokenizer that can be read",
     ),
+    Case(
+        "tokenizer of another model",
+        tokenizer(
+            lambda data: data["model"]["vocab"].update({f"t{n}": n for n in range(512, 600)})
+        ),
+        "tokenizer.json has 600 tokens, but the model only 512",
+    ),
     Case("tokenizer config cut", halve("tokenizer_config.json"), "tokenizer_config.json"),
     Case("tokenizer config a list", write("tokenizer_config.json", b"[]"), "tokenizer_config"),
     Case("tokenizer config deep", write("tokenizer_config.json", DEEP), "tokenizer_config.json"),
