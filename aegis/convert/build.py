@@ -173,7 +173,9 @@ def prepare_parent(destination: Path, hint: str = "choose another destination") 
                 " folder inside of it"
             )
         if not os.access(parent, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            read_only = os.statvfs(parent).f_flag & os.ST_RDONLY
+            refusal = errno.EROFS if read_only else errno.EACCES
+            raise OSError(refusal, os.strerror(refusal))
     except OSError as error:
         raise StoreError(f"{parent} cannot be written ({error.strerror}); {hint}") from error
 

@@ -96,7 +96,7 @@ def ensure_store(
         from aegis.convert.build import prepare_parent
         from aegis.convert.convert import convert, is_damage
 
-        if target.is_dir() and not is_damage(error):
+        if os.path.isdir(target) and not is_damage(error):
             raise
         prepare_parent(target, "set AEGIS_CACHE to a folder that can be")
         return convert(path, target, layout=layout, progress=progress, replace_damaged=True)
