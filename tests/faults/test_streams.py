@@ -183,4 +183,3 @@ def test_bytes_that_are_no_text_do_not_end_it(home: Path) -> None:
     line = f"{AEGIS} run -m m $'h\\xe9llo \\xff' --raw -n 2 -q {' '.join(SMALL)}"
     done = shell(home, line, LOCALES["C without UTF-8 mode"])
     assert (done.returncode, done.stderr) == (0, b"")
-
