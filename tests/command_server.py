@@ -51,7 +51,13 @@ class CommandServer:
             stdout=subprocess.PIPE,
             text=True,
             cwd=folder,
-            env={**os.environ, "PYTHONSAFEPATH": "1", "OPENBLAS_NUM_THREADS": "1"},
+            # A library's backtrace of its panic would take 60 MiB.
+            env={
+                **os.environ,
+                "PYTHONSAFEPATH": "1",
+                "OPENBLAS_NUM_THREADS": "1",
+                "RUST_BACKTRACE": "0",
+            },
         )
 
     def __enter__(self) -> CommandServer:

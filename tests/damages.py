@@ -22,6 +22,8 @@ SHARDS = [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
 SCALES = "model.layers.1.mlp.switch_mlp.up_proj.scales"
 DEEP = b'{"a":' * 100_000
 HUGE_INTEGER = b"9" * 5000
+_UNKNOWN = {"SpecialToken": {"id": "unheard of", "type_id": 0}}
+_TEXT = {"Sequence": {"id": "A", "type_id": 0}}
 
 
 @dataclass(frozen=True)
@@ -231,6 +233,11 @@ def surplus(name: str) -> Damage:
 def index(edit: Callable[[dict[str, Any]], object]) -> Damage:
     """Change the index of a sharded checkpoint."""
     return lambda folder: edit_json(folder / INDEX, edit)
+
+
+def tokenizer(edit: Callable[[dict[str, Any]], object]) -> Damage:
+    """Change tokenizer.json."""
+    return lambda folder: edit_json(folder / "tokenizer.json", edit)
 
 
 def placed(name: str, file: Any) -> Damage:
@@ -533,6 +540,44 @@ TEXT = [
     Case("tokenizer a pipe", pipe("tokenizer.json"), "tokenizer.json is not a regular file"),
     Case("tokenizer endless", endless("tokenizer.json"), "tokenizer.json is not a regular file"),
     Case("tokenizer of 8 GiB", sparse("tokenizer.json", 8 << 30), "tokenizer.json .*large"),
+    # These make the library that reads them panic: on reading, on text, on what surrounds a text.
+    Case(
+        "tokenizer panics when read",
+        tokenizer(lambda data: data["model"].update(continuing_subword_prefix="BPE")),
+        "tokenizer.json is not a tokenizer that can be read",
+    ),
+    Case(
+        "tokenizer panics on text",
+        tokenizer(lambda data: data.update(normalizer={"type": "Prepend", "prepend": ""})),
+        "tokenizer.json is not a tokenizer that can be read",
+    ),
+    Case(
+        "tokenizer names an unknown token",
+        tokenizer(lambda data: data["post_processor"].update(single=[_UNKNOWN, _TEXT])),
+        "tokenizer.json is not a tokenizer that can be read",
+    ),
+    Case(
+        "tokenizer loses the text",
+        tokenizer(lambda data: data["post_processor"].update(single=[])),
+        "post_processor .* cannot be used .*loses the text",
+    ),
+    Case(
+        "added token without content",
+        tokenizer(lambda data: data["added_tokens"][0].pop("content")),
+        "tokenizer.json is not a tokenizer that can be read",
+    ),
+    Case(
+        "added token with surplus",
+        tokenizer(lambda data: data.update(added_tokens=[{"id": -1, "content": "a", "x": 1}])),
+        "tokenizer.json is not a tokenizer that can be read",
+    ),
+    Case(
+        "tokenizer of another model",
+        tokenizer(
+            lambda data: data["model"]["vocab"].update({f"t{n}": n for n in range(512, 600)})
+        ),
+        "tokenizer.json has 600 tokens, but the model only 512",
+    ),
     Case("tokenizer config cut", halve("tokenizer_config.json"), "tokenizer_config.json"),
     Case("tokenizer config a list", write("tokenizer_config.json", b"[]"), "tokenizer_config"),
     Case("tokenizer config deep", write("tokenizer_config.json", DEEP), "tokenizer_config.json"),

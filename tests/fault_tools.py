@@ -27,7 +27,7 @@ WELL, SHORT, END, GARBLED = 0, -1, -2, -3
 
 
 class _Piece(ctypes.Structure):
-    _fields_ = [("base", ctypes.c_void_p), ("nbytes", ctypes.c_size_t)]  # noqa: RUF012
+    _fields_ = [("base", ctypes.c_void_p), ("nbytes", ctypes.c_size_t)]
 
 
 _CALL = ctypes.CFUNCTYPE(

@@ -218,7 +218,7 @@ class SlotPool:
                 self._vacate(slot)
             self.free.remove(slot)
             self.capacity = slot
-        if self._at_end is not None:
+        if self.capacity < before and self._at_end is not None:
             self._at_end.release_tail(self._behind(self.capacity))
         return before - self.capacity
 

@@ -16,6 +16,10 @@ def main() -> None:
         from aegis.cli.app import run_command
 
         run_command()
+    except (OSError, MemoryError, ImportError) as error:
+        # Too few open files, too little memory or half an installation even for that.
+        os.write(2, f"error: the command could not be loaded: {error!r}\n".encode())
+        os._exit(1)
     except KeyboardInterrupt as ended:
         # Nothing is open here, and the interpreter's own way out could be struck once more.
         os._exit(getattr(ended, "exit_code", 130))

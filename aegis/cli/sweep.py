@@ -123,20 +123,30 @@ def _run(request: Request, cap: int, options: Options) -> dict[str, Any]:
     arguments = ["run", "--json", "--quiet", "--cap", f"{cap}B", *_passed_on(options)]
     if request.model is not None:
         arguments += ["--model", str(request.model)]
-    done = subprocess.run(
-        [sys.executable, "-m", "aegis", *arguments],
-        input=(request.prompt or SAMPLE_PROMPT).encode(),
-        capture_output=True,
-        env={**os.environ, "PYTHONSAFEPATH": "1"},
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "aegis", *arguments],
+            input=(request.prompt or SAMPLE_PROMPT).encode(),
+            capture_output=True,
+            env={**os.environ, "PYTHONSAFEPATH": "1"},
+            check=False,
+        )
+    except OSError as error:
+        raise AegisError(f"no process can be started for a run: {error.strerror}") from error
     if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().removeprefix("error: ")
-        error = AegisError(said or f"the run at {format_size(cap)} ended with {done.returncode}")
-        error.exit_code = done.returncode if done.returncode > 0 else 1
-        raise error
+        raise _failure(done, cap)
     result: dict[str, Any] = json.loads(done.stdout)
     return result
+
+
+def _failure(done: subprocess.CompletedProcess[bytes], cap: int) -> AegisError:
+    said = done.stderr.decode(errors="replace").strip().removeprefix("error: ")
+    ending = f"ended with {done.returncode}"
+    if done.returncode < 0:
+        ending = f"was ended by signal {-done.returncode} (out of memory, if it is 9)"
+    error = AegisError(said or f"the run at {format_size(cap)} {ending}")
+    error.exit_code = done.returncode if done.returncode > 0 else 1
+    return error
 
 
 _NOT_PASSED = {"model", "prompt", "prompt_file", "cap", "as_json", "quiet", "verbose"}

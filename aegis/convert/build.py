@@ -96,6 +96,22 @@ def remove_leftovers(folder: Path, own: Path | None = None) -> None:
                 os.close(fd)
 
 
+def remove_remains(destination: Path) -> None:
+    """Delete what killed builds of a destination left beside it and inside of it, and their lock.
+
+    Nothing happens while one is alive, or where nothing can be written.
+    """
+    lock = _lock_path(destination)
+    with contextlib.suppress(OSError):
+        fd = _acquire(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            remove_leftovers(destination.parent, destination)
+            remove_leftovers(destination)
+            lock.unlink(missing_ok=True)
+        finally:
+            os.close(fd)
+
+
 def _partial_folders(folder: Path) -> list[Path]:
     try:
         with os.scandir(folder) as entries:
@@ -157,7 +173,9 @@ def prepare_parent(destination: Path, hint: str = "choose another destination") 
                 " folder inside of it"
             )
         if not os.access(parent, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            read_only = os.statvfs(parent).f_flag & os.ST_RDONLY
+            refusal = errno.EROFS if read_only else errno.EACCES
+            raise OSError(refusal, os.strerror(refusal))
     except OSError as error:
         raise StoreError(f"{parent} cannot be written ({error.strerror}); {hint}") from error
 

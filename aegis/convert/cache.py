@@ -18,6 +18,9 @@ from aegis.kernels.base import Layout
 if TYPE_CHECKING:
     from aegis.convert.convert import Progress
 
+_VERSION = r"-v\d+-[0-9a-f]{12}"
+_REMAINS = re.compile(rf"\.(.+{_VERSION})\.(?:lock|partial-.+)")
+
 __all__ = ["cache_folder", "cached_store_path", "embedded_path", "ensure_store", "older_stores"]
 
 
@@ -93,7 +96,7 @@ def ensure_store(
         from aegis.convert.build import prepare_parent
         from aegis.convert.convert import convert, is_damage
 
-        if target.is_dir() and not is_damage(error):
+        if os.path.isdir(target) and not is_damage(error):
             raise
         prepare_parent(target, "set AEGIS_CACHE to a folder that can be")
         return convert(path, target, layout=layout, progress=progress, replace_damaged=True)
@@ -103,11 +106,14 @@ def ensure_store(
 
 def _clean_up(target: Path) -> None:
     """Whoever uses a store may be the last to come by: delete what killed conversions left."""
-    if any(".partial-" in name for place in (target.parent, target) for name in _names(place)):
-        from aegis.convert.build import remove_leftovers
+    owners = {found[1] for name in _names(target.parent) if (found := _REMAINS.fullmatch(name))}
+    if any(".partial-" in name for name in _names(target)):
+        owners.add(target.name)
+    if owners:
+        from aegis.convert.build import remove_remains
 
-        remove_leftovers(target.parent)
-        remove_leftovers(target)
+        for owner in owners:
+            remove_remains(target.parent / owner)
 
 
 def older_stores(path: str | os.PathLike[str], layout: Layout = "il16") -> list[Path]:
@@ -118,7 +124,7 @@ def older_stores(path: str | os.PathLike[str], layout: Layout = "il16") -> list[
     """
     target = cached_store_path(path, layout)
     head = re.escape(target.name.rpartition("-v")[0])
-    other = re.compile(rf"{head}-v\d+-[0-9a-f]{{12}}")
+    other = re.compile(head + _VERSION)
     found = [name for name in _names(target.parent) if other.fullmatch(name)]
     return [target.parent / name for name in sorted(found) if name != target.name]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from aegis.checkpoint.pagecache import drop_pages, expect_random_reads
 from aegis.checkpoint.source import Checkpoint
+from aegis.errors import CheckpointError
 
 EMBEDDED_NAME = "smolmoe-135m"
 
@@ -33,6 +34,9 @@ def identity_of(checkpoint: Checkpoint) -> str:
 
     It does not depend on where the folder lies. Times don't count for the embedded model, which
     every installation writes anew.
+
+    Raises:
+        CheckpointError: a file cannot be read.
     """
     digest = hashlib.sha256()
     digest.update((checkpoint.path / "config.json").read_bytes())
@@ -41,7 +45,10 @@ def identity_of(checkpoint: Checkpoint) -> str:
         digest.update(f"{name} {tensor.dtype} {tensor.shape} {tensor.offset}\n".encode())
     timed = checkpoint.path.resolve() != embedded_path().resolve()
     for file in checkpoint.files:
-        _update(digest, file, timed)
+        try:
+            _update(digest, file, timed)
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read ({error.strerror})") from error
     return digest.hexdigest()
 
 

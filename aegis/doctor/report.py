@@ -203,6 +203,7 @@ def _disk_json(facts: Facts) -> dict[str, Any]:
     test = facts.disk
     return {
         "skipped": test.skipped,
+        "failed": test.failed,
         "folder": None if test.folder is None else str(test.folder),
         "direct": test.direct,
         "file_nbytes": test.file_nbytes,

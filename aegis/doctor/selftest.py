@@ -221,8 +221,7 @@ def _subprocess(goldens: Path) -> Compute:
 
 def _ask(request: Mapping[str, Any], env: Mapping[str, str]) -> Mapping[str, Any]:
     """Have a worker process answer; whatever way it dies becomes a sentence."""
-    inherited = {name: value for name, value in os.environ.items() if name != "AEGIS_ISA"}
-    env = {"OPENBLAS_NUM_THREADS": "1", **inherited, "PYTHONSAFEPATH": "1", **env}
+    env = {"OPENBLAS_NUM_THREADS": "1", **os.environ, "PYTHONSAFEPATH": "1", **env}
     with ExitStack() as stack:
         # The worker dies when the other end closes, even if this process is killed.
         lifeline, held = os.pipe()

@@ -77,10 +77,17 @@ class Tokenizer:
         templates = ChatTemplates.find(folder, files.config, chat_template)
         ends = eos_ids(model_config) | eos_ids(read_json(folder / "generation_config.json"))
         backend = loader.load(folder / "tokenizer.json")
+        rows = vocab_size(model_config)
+        own = backend.get_vocab_size(with_added_tokens=False)
+        if rows is not None and own > rows:
+            raise TokenizerError(
+                f"{folder / 'tokenizer.json'} has {own} tokens, but the model only {rows}: it is of"
+                " another model"
+            )
         with library.failures_say(
             f"{folder} declares tokens that cannot be added", "see its files"
         ):
-            files.add_to(backend, vocab_size(model_config))
+            files.add_to(backend, rows)
         tokenizer = cls(backend, files.names, ends, templates, _cleans_up(files.config, backend))
         tokenizer._surrounded([])
         heap.give_back()

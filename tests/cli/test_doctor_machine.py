@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import platform
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,6 +28,8 @@ from aegis.doctor.processor import read_processor
 from aegis.doctor.report import describe, to_json
 from aegis.engine.limits import MemoryGroup, MemoryLimits
 from aegis.tiers.errors import ArenaError
+
+README = Path(__file__).resolve().parents[2] / "README.md"
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="direct I/O as Linux has it")
 
@@ -490,7 +493,7 @@ KEYS = {
         *("folder", "writable", "file_system", "free_nbytes", "direct", "stores", "error"),
         *("reads", "reads_reason"),
     },
-    "disk": {"skipped", "folder", "direct", "file_nbytes", "reads"},
+    "disk": {"skipped", "failed", "folder", "direct", "file_nbytes", "reads"},
     "cap": {"sensible_nbytes", "rule", "margin_nbytes", "default_nbytes", "embedded_model"},
 }
 LISTS = {
@@ -509,6 +512,10 @@ def test_the_keys_of_json_are_the_same_on_every_machine(name: str) -> None:
         assert all(set(item) == keys for item in found[part]), part
     read = {"record_nbytes", "huge_pages", "nbytes_per_s"}
     assert all(set(item) == read for item in found["disk"]["reads"])
+    readme = README.read_text()
+    for part, keys in (KEYS | LISTS).items():
+        named = re.search(rf"`{part}[\[{{]+([^}}\]`]*)", readme)
+        assert part == "versions" or (named and keys <= set(re.findall(r"\w+", named[1]))), part
 
 
 @pytest.mark.parametrize("part", [HugePages(None, 0, None), HugePages("always", MIB, None)])

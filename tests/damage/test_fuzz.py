@@ -15,8 +15,9 @@ import pytest
 from damages import INDEX, MODEL, SHARDS, sealed
 from hypothesis import example, given
 from hypothesis import strategies as st
-from strategies import write_checkpoint
+from strategies import TOKENIZER, write_checkpoint
 
+from aegis import heap
 from aegis.checkpoint.config import ModelConfig, load_config
 from aegis.checkpoint.manifest import decode, encode
 from aegis.checkpoint.plainfile import FileDamageError, parse_object
@@ -25,8 +26,9 @@ from aegis.checkpoint.source import Checkpoint
 from aegis.checkpoint.store import Store
 from aegis.convert.convert import convert
 from aegis.convert.layout import layout_of_checkpoint
-from aegis.errors import CheckpointError, StoreError
+from aegis.errors import CheckpointError, StoreError, TokenizerError
 from aegis.models import check_layout, family
+from aegis.text.tokenizer import Tokenizer
 
 SMALL_NBYTES = 4 << 20
 """What reading the small files of these tests may take."""
@@ -103,6 +105,12 @@ def scratched(draw: st.DrawFn, data: bytes) -> bytes:
     for _ in range(draw(st.integers(0, 4))):
         content[draw(st.integers(0, len(content) - 1))] = draw(st.integers(0, 255))
     return bytes(content[: draw(st.just(len(content)) | st.integers(0, len(content)))])
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Giving memory back takes most of the time of opening a small tokenizer."""
+    monkeypatch.setattr(heap, "give_back", lambda: None)
 
 
 # JSON itself
@@ -330,6 +338,32 @@ def test_any_damaged_manifest_is_refused(store: Path) -> None:
 def test_anything_else_is_no_manifest(content: bytes) -> None:
     with pytest.raises(StoreError):
         decode(content, "store.json")
+
+
+# tokenizer.json and what stands beside it
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_any_tokenizer_is_refused_or_encodes_and_says_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], quick: None, name: str
+) -> None:
+    for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(TOKENIZER / file, tmp_path / file)
+    original = (TOKENIZER / name).read_bytes()
+    settings = json.loads(original)
+
+    @given(edited(settings).map(lambda tree: json.dumps(tree).encode()) | scratched(original))
+    def check(content: bytes) -> None:
+        (tmp_path / name).write_bytes(content)
+        try:
+            tokenizer = Tokenizer.open(tmp_path)
+        except TokenizerError as error:
+            check_sentence(error)
+        else:
+            tokenizer.decode(tokenizer.encode("Hello"))
+        assert capfd.readouterr().err == ""
+
+    check()
 
 
 # Everything at once

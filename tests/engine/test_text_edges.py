@@ -259,3 +259,25 @@ def test_ids_that_are_none_are_a_sentence(real: Engine, ids: Any) -> None:
 @pytest.mark.parametrize("prompt", ["\0", "a\0b", "\udcff", " ", "\r\n", "👩\u200d👧"])
 def test_odd_prompts_are_prompts(real: Engine, prompt: str) -> None:
     assert isinstance(generate(real, real.tokenizer, prompt, max_tokens=2), str)
+
+
+def test_long_prompts_of_few_tokens_find_room_or_are_refused(
+    real: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of blanks has 64 characters a token, each of which takes memory for a moment."""
+    governor, tiers = real._opened.governor, real._opened.tiers
+    asked: list[int] = []
+    monkeypatch.setattr(tiers, "release_nbytes", lambda nbytes: asked.append(nbytes) or nbytes)
+    blanks = "x" + " " * (64 * (CONTEXT - 8))
+    monkeypatch.setattr(governor, "room", lambda: 100_000 + sum(asked))
+    real.refuse_far_too_long([blanks])
+    assert asked == [160 * len(blanks) - 100_000]
+    monkeypatch.setattr(governor, "room", lambda: 100_000)
+    message = r"encoding this prompt takes .* more than the cap leaves"
+    with pytest.raises(UsageError, match=message):
+        real.refuse_far_too_long([blanks[:1000], blanks[1000:]])
+    prose = "The quick brown fox. " * 5
+    assert len(prose) > 2 * CONTEXT
+    real.refuse_far_too_long([prose])
+    monkeypatch.undo()
+    assert isinstance(generate(real, real.tokenizer, blanks, max_tokens=1), str)

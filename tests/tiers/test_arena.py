@@ -113,6 +113,42 @@ def test_a_released_tail_is_memory_given_back_and_comes_back_zeroed() -> None:
     arena.close()
 
 
+@linux
+def test_a_part_of_the_released_tail_comes_back_in_whole_ranges() -> None:
+    arena = Arena(16 * MIB + 8192)
+    view = arena.take("all", arena.nbytes)
+    view[:] = 7
+    assert arena.release_tail(9 * MIB) == 8 * MIB + 8192
+    before = mapped_nbytes(arena)
+    assert arena.restore_tail(5 * MIB) == 4 * MIB
+    assert arena.released_nbytes == 4 * MIB + 8192
+    assert abs(mapped_nbytes(arena) - before - 4 * MIB) < MIB
+    assert not view[8 * MIB : 12 * MIB].any()
+    assert arena.restore_tail(9 * MIB) == 0
+    assert arena.released_nbytes == 4 * MIB + 8192
+    arena.close()
+
+
+@linux
+def test_a_tail_that_cannot_come_back_stays_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = Arena(8 * MIB)
+    arena.release_tail(4 * MIB)
+    before, touch = mapped_nbytes(arena), arena._touch
+
+    def half(begin: int, end: int) -> None:
+        touch(begin, (begin + end) // 2)
+        raise ArenaError("the system has no memory left")
+
+    monkeypatch.setattr(arena, "_touch", half)
+    with pytest.raises(ArenaError):
+        arena.restore_tail()
+    assert arena.released_nbytes == 4 * MIB
+    assert abs(mapped_nbytes(arena) - before) < MIB
+    monkeypatch.undo()
+    assert arena.restore_tail() == 4 * MIB
+    arena.close()
+
+
 def test_the_tail_in_small_pages_can_be_released_by_itself() -> None:
     arena = Arena(2 * MIB + 4 * mmap.PAGESIZE)
     assert arena.release_tail(2 * mmap.PAGESIZE + 1) == 2 * mmap.PAGESIZE

@@ -155,9 +155,14 @@ def use_at_random(tiers: ExpertTiers, memory: SlotReader, setup: Setup, steps: i
             if rng.random() < 0.5:
                 tiers.end_prefill()
         elif action == "release":
-            tiers.release_slots(rng.randint(0, setup.num_slots))
+            if rng.random() < 0.5:
+                tiers.release_nbytes(rng.randint(0, setup.num_slots * STRIDE))
+            else:
+                tiers.release_slots(rng.randint(0, setup.num_slots))
             assert memory.slots.capacity >= setup.chosen
         elif action == "restore":
+            if rng.random() < 0.5:
+                tiers.retake_nbytes(rng.randint(0, setup.num_slots * STRIDE))
             tiers.restore_slots()
             assert memory.slots.capacity == setup.num_slots
         else:

@@ -3,7 +3,7 @@ import sys
 
 import cgroup
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from tier_fakes import STRIDE, SlotReader, check_slots
@@ -204,6 +204,59 @@ def test_slots_given_back_at_the_end_of_the_arena_are_memory_given_back() -> Non
     assert memory.slots.grow(1000) == 300
     assert memory.arena.released_nbytes == 0
     memory.arena.close()
+
+
+@given(
+    stride=st.sampled_from([4096, 65536, 300 << 10, 1 << 20, 3 << 20]),
+    before=st.integers(0, 3 << 20),
+    behind=st.integers(0, 80 << 10),
+    asks=st.lists(st.tuples(st.booleans(), st.integers(0, 9 << 20)), min_size=1, max_size=6),
+    least=st.integers(1, 4),
+)
+@settings(max_examples=30)
+def test_memory_comes_and_goes_in_whole_ranges_and_as_much_as_was_asked_for(
+    stride: int, before: int, behind: int, asks: list[tuple[bool, int]], least: int
+) -> None:
+    count = max(least + 1, (9 << 20) // stride)
+    arena = Arena(before + 4096 + count * stride + behind)
+    arena.take("before", before)
+    slots = SlotPool.in_arena(arena, count, stride)
+    begin = slots.base - arena.base
+    for give, nbytes in asks:
+        level = arena.released_nbytes
+        if give:
+            wanted = slots.slots_in(nbytes, least)
+            assert slots.shrink(wanted) == wanted
+            came = arena.released_nbytes - level
+            # Everything else up to the slots that stay and down to a whole range is gone.
+            possible = arena.nbytes - level - arena.range_from(begin + least * stride)
+            assert (came == 0) == (wanted == 0)
+            assert came >= min(nbytes, max(0, possible - behind - 4096))
+            assert came <= nbytes + (2 << 20) + stride + behind + 4096
+        else:
+            slots.grow(slots.slots_for(nbytes))
+            came = level - arena.released_nbytes
+            assert 0 <= came <= nbytes
+            assert came > nbytes - (2 << 20) - stride or slots.capacity == count
+        edge = arena.nbytes - arena.released_nbytes
+        assert edge % (2 << 20) == 0 or edge > arena.nbytes // (2 << 20) * (2 << 20)
+        assert slots.capacity >= least
+        assert begin + slots.capacity * stride <= edge
+        assert not arena.released_nbytes or slots.capacity < count
+        check_slots(slots)
+    arena.close()
+
+
+def test_slots_that_are_not_at_the_end_of_an_arena_have_no_memory_to_give() -> None:
+    arena = Arena(1200 * STRIDE)
+    inside = SlotPool.in_arena(arena, 600, STRIDE)
+    arena.take("behind", 600 * STRIDE)
+    for slots in (inside, SlotPool(600, STRIDE)):
+        assert slots.slots_in(1 << 20, 1) == 0
+        assert slots.shrink(100) == 100
+        assert slots.slots_for(0) == 100
+        assert slots.grow(100) == 100
+    arena.close()
 
 
 def test_with_a_region_behind_the_slots_nothing_is_given_back() -> None:

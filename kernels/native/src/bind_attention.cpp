@@ -10,6 +10,7 @@
 #include <string>
 
 #include "attention_blocks.h"
+#include "bind_checks.h"
 
 namespace nb = nanobind;
 using namespace aegis;
@@ -21,11 +22,6 @@ using Input = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cp
 using Vector = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Ids = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-
-template <class T>
-T* at(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
 
 [[noreturn]] void refuse(const std::string& message) { throw nb::value_error(message.c_str()); }
 
@@ -52,8 +48,8 @@ AttentionBlock make_attention(Pool& pool, int64_t hidden, int64_t heads, int64_t
                               const LinearDesc& k, const LinearDesc& v, const LinearDesc& o,
                               uintptr_t scratch, int64_t scratch_nbytes) {
   AttentionBlock::Spec spec{hidden,   heads, kv_heads, dim, max_tokens, context, eps,
-                            inv_freq, at<const float>(norm), q, k, v, o};
-  return AttentionBlock(pool, std::move(spec), Scratch(at<float>(scratch), scratch_nbytes));
+                            inv_freq, at<const float>("a norm", norm), q, k, v, o};
+  return AttentionBlock(pool, std::move(spec), Scratch(at<float>("scratch", scratch), scratch_nbytes));
 }
 
 void run_attention(const AttentionBlock& block, Matrix x, const KVView& cache, int64_t start) {
@@ -64,14 +60,14 @@ void run_attention(const AttentionBlock& block, Matrix x, const KVView& cache, i
     refuse("positions " + std::to_string(start) + " to " + std::to_string(start + tokens - 1) +
            " do not fit a context of " + std::to_string(limit));
   if (!block.fits(cache)) refuse("the cache was made for other key/value heads than this layer's");
-  float* data = x.data();
+  float* data = data_of("x", x);
   unlocked(tokens, [&] { block.run(data, tokens, cache, start); });
 }
 
 KVView make_cache(uintptr_t address, int64_t kv_heads, int64_t positions, int64_t dim) {
   if (positions % kKeyLanes)
     refuse("a cache of " + std::to_string(positions) + " positions is not a multiple of 16");
-  float* keys = at<float>(address);
+  float* keys = at<float>("a KV cache", address);
   return {keys, keys + kv_heads * positions * dim, positions, kv_heads, dim};
 }
 
@@ -102,17 +98,18 @@ void bind_attention_block(nb::module_& m) {
 }
 
 RouterBlock::Layer make_layer(uintptr_t norm, const LinearDesc& gate, float eps, int k) {
-  return {at<const float>(norm), gate, eps, k};
+  return {at<const float>("a norm", norm), gate, eps, k};
 }
 
 void make_router(RouterBlock* self, Pool& pool, int64_t hidden, int64_t max_tokens, bool normalise,
                  const RouterBlock::Layer& layer, std::optional<RouterBlock::Layer> next,
                  uintptr_t normed, uintptr_t experts, uintptr_t weights, uintptr_t guess,
                  uintptr_t scratch, int64_t scratch_nbytes) {
-  const RouterBlock::Outputs outputs{at<float>(normed), at<int32_t>(experts), at<float>(weights),
-                                     at<int32_t>(guess)};
+  const RouterBlock::Outputs outputs{
+      at<float>("normed", normed), at<int32_t>("experts", experts), at<float>("weights", weights),
+      at<int32_t>("guess", guess)};
   new (self) RouterBlock(pool, hidden, max_tokens, normalise, layer, next, outputs,
-                         Scratch(at<float>(scratch), scratch_nbytes));
+                         Scratch(at<float>("scratch", scratch), scratch_nbytes));
 }
 
 int run_router(const RouterBlock& block, Input x, int candidates) {
@@ -122,7 +119,7 @@ int run_router(const RouterBlock& block, Input x, int candidates) {
     refuse("a call of " + std::to_string(tokens) + " rows exceeds the workspace's " +
            std::to_string(block.max_tokens()));
   int guessed = 0;
-  const float* data = x.data();
+  const float* data = data_of("x", x);
   unlocked(tokens, [&] { guessed = block.run(data, tokens, candidates); });
   return guessed;
 }
@@ -144,8 +141,8 @@ void bind_router_block(nb::module_& m) {
 
 void make_head(HeadBlock* self, Pool& pool, uintptr_t norm, float eps, const LinearDesc& lm_head,
                int64_t max_rows, uintptr_t scratch, int64_t scratch_nbytes) {
-  new (self) HeadBlock(pool, at<const float>(norm), eps, lm_head, max_rows,
-                       Scratch(at<float>(scratch), scratch_nbytes));
+  new (self) HeadBlock(pool, at<const float>("a norm", norm), eps, lm_head, max_rows,
+                       Scratch(at<float>("scratch", scratch), scratch_nbytes));
 }
 
 void run_head(const HeadBlock& block, Input x, Matrix logits) {
@@ -155,15 +152,16 @@ void run_head(const HeadBlock& block, Input x, Matrix logits) {
   if (rows > block.max_rows() || static_cast<int64_t>(logits.shape(0)) < rows)
     refuse(std::to_string(rows) + " rows of logits exceed the workspace's " +
            std::to_string(block.max_rows()));
-  const float* data = x.data();
-  float* out = logits.data();
+  const float* data = data_of("x", x);
+  float* out = data_of("logits", logits);
   unlocked(rows, [&] { block.run(data, rows, out); });
 }
 
 void check_ids(const Ids& ids, int64_t rows) {
+  const int32_t* data = data_of("ids", ids);
   for (size_t t = 0; t < ids.shape(0); ++t)
-    if (ids.data()[t] < 0 || ids.data()[t] >= rows)
-      refuse("token id " + std::to_string(ids.data()[t]) + " is not between 0 and " +
+    if (data[t] < 0 || data[t] >= rows)
+      refuse("token id " + std::to_string(data[t]) + " is not between 0 and " +
              std::to_string(rows - 1));
 }
 
@@ -177,23 +175,29 @@ void gather(const LinearDesc& table, Ids ids, std::optional<Bytes> ranges, Matri
     check_columns("rows", ranges->shape(1), table.row_block_nbytes());
     if (ranges->shape(0) < ids.shape(0)) refuse("there are more token ids than rows read");
   }
+  const uint8_t* source = ranges ? data_of("rows", *ranges) : table.data;
+  float* to = data_of("out", out);
   const FpEnvironment environment;
   for (size_t t = 0; t < ids.shape(0); ++t) {
     const int64_t id = ids.data()[t];
     const int64_t block = table.row_block_nbytes();
-    const uint8_t* at = ranges ? ranges->data() + static_cast<int64_t>(t) * block
-                               : table.data + id / kLanes * block;
+    const uint8_t* at = source + (ranges ? static_cast<int64_t>(t) : id / kLanes) * block;
     kernels().attention.table_row(table, at, static_cast<int>(id % kLanes),
-                                  out.data() + static_cast<int64_t>(t) * table.in_features);
+                                  to + static_cast<int64_t>(t) * table.in_features);
   }
 }
 
 // Single kernels, for tests against numpy.
 void rms_norm(Input x, Vector weight, float eps, Matrix out) {
   const FpEnvironment environment;
-  for (size_t row = 0; row < x.shape(0); ++row)
-    kernels().attention.rms_norm(x.data() + row * x.shape(1), weight.data(), eps,
-                                 static_cast<int64_t>(x.shape(1)), out.data() + row * x.shape(1));
+  check_columns("weight", weight.shape(0), static_cast<int64_t>(x.shape(1)));
+  check_columns("out", out.shape(1), static_cast<int64_t>(x.shape(1)));
+  if (x.shape(1) % kGroup || out.shape(0) < x.shape(0)) refuse("rows of x do not fit the norm's output");
+  const float *from = data_of("x", x), *scale = data_of("weight", weight);
+  float* to = data_of("out", out);
+  const int64_t n = static_cast<int64_t>(x.shape(1));
+  for (int64_t row = 0; row < static_cast<int64_t>(x.shape(0)); ++row)
+    kernels().attention.rms_norm(from + row * n, scale, eps, n, to + row * n);
 }
 
 void elementwise(const std::string& name, Vector x, Vector out) {
@@ -203,8 +207,8 @@ void elementwise(const std::string& name, Vector x, Vector out) {
   if (f == 5) refuse("no elementary function is called " + name);
   if (x.shape(0) != out.shape(0)) refuse("x and out differ in length");
   const FpEnvironment environment;
-  kernels().attention.elementwise(static_cast<Elementwise>(f), x.data(),
-                                  static_cast<int64_t>(x.shape(0)), out.data());
+  kernels().attention.elementwise(static_cast<Elementwise>(f), data_of("x", x),
+                                  static_cast<int64_t>(x.shape(0)), data_of("out", out));
 }
 
 }  // namespace

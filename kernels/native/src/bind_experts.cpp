@@ -5,6 +5,7 @@
 #include <optional>
 #include <tuple>
 
+#include "bind_checks.h"
 #include "experts.h"
 
 namespace nb = nanobind;
@@ -24,11 +25,17 @@ int64_t check_rows(const ExpertsShape& shape, const Floats& x, const ConstFloats
     if (x.shape(1) != hidden || normed.shape(0) != rows || normed.shape(1) != hidden || experts.shape(0) != rows ||
         experts.shape(1) != choices || weights.shape(0) != rows || weights.shape(1) != choices)
         throw nb::value_error("experts: x and normed must be [T, hidden_size], experts and weights [T, num_experts_per_tok]");
+    check_array("x", x);
+    check_array("normed", normed);
+    check_array("experts", experts);
+    check_array("weights", weights);
     return static_cast<int64_t>(rows);
 }
 
 void check_ids(const Ids& experts, const Ids& slots) {
     if (experts.shape(0) != slots.shape(0)) throw nb::value_error("experts and slots must have the same length");
+    check_array("experts", experts);
+    check_array("slots", slots);
 }
 
 // Keeps the shape for checks, and one call's arrays alive from begin to finish.
@@ -107,9 +114,10 @@ void init_experts(ExpertsBinding* self, Pool& pool, const nb::tuple& shape_tuple
     const LinearDesc* gate_desc = gate.is_none() ? nullptr : nb::cast<LinearDesc*>(gate);
     if (gate_desc && (gate_desc->rows != 1 || gate_desc->in_features != shape.hidden))
         throw nb::value_error("shared_expert_gate must be (1, hidden_size)");
+    check_address("a slot", slot_base | static_cast<uintptr_t>(slot_stride));
     const SlotRange slots{reinterpret_cast<uint8_t*>(slot_base), slot_stride, slot_count};
     new (self) ExpertsBinding(pool, shape, slots, routed, has_shared ? &shared : nullptr, gate_desc,
-                              reinterpret_cast<uint8_t*>(scratch), scratch_nbytes);
+                              at<uint8_t>("scratch", scratch), scratch_nbytes);
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "bind_checks.h"
 #include "kernel_table.h"
 #include "linear.h"
 
@@ -40,12 +41,12 @@ LinearDesc make_desc(uintptr_t address, int64_t rows, int64_t in_features, int b
                                "multiple of 64")
                                   .c_str());
     LinearDesc desc;
-    desc.data = reinterpret_cast<const uint8_t*>(address);
+    desc.data = at<const uint8_t>("a weight", address);
     desc.rows = rows;
     desc.in_features = in_features;
     desc.kind = kind_of(bits);
     desc.dtype = dtype_of(dtype);
-    desc.bias = reinterpret_cast<const float*>(bias);
+    desc.bias = at<const float>("a bias", bias);
     return desc;
 }
 
@@ -55,12 +56,14 @@ void run_linear(Pool& pool, const LinearDesc& desc, Matrix x, Matrix out) {
     if (static_cast<int64_t>(x.shape(1)) != desc.in_features || static_cast<int64_t>(out.shape(1)) != desc.rows ||
         static_cast<int64_t>(out.shape(0)) != tokens)
         throw nb::value_error("linear: x must be [T, in_features] and out [T, rows]");
+    const float* rows = data_of("x", x);
+    float* results = data_of("out", out);
     std::vector<float> sums(static_cast<size_t>(tokens * desc.groups()));
     nb::gil_scoped_release release;
     const FpEnvironment environment;
     for (int64_t t = 0; t < tokens; ++t)
-        kernels().row_sums(x.data() + t * desc.in_features, desc.in_features, sums.data() + t * desc.groups());
-    const LinearJob job{&desc, {x.data(), desc.in_features, sums.data(), desc.groups()}, out.data(), desc.rows};
+        kernels().row_sums(rows + t * desc.in_features, desc.in_features, sums.data() + t * desc.groups());
+    const LinearJob job{&desc, {rows, desc.in_features, sums.data(), desc.groups()}, results, desc.rows};
     linear(pool, &job, 1, tokens);
 }
 
@@ -104,7 +107,7 @@ double time_linears(Pool& pool, const std::vector<LinearDesc*>& descs, int64_t t
 // Best seconds of reading [address, address + nbytes) once with the whole pool.
 double time_read(Pool& pool, uintptr_t address, int64_t nbytes, int repeats) {
     nb::gil_scoped_release release;
-    const auto* data = reinterpret_cast<const float*>(address);
+    const auto* data = at<const float>("the memory to read", address);
     const int64_t pieces = nbytes / (1 << 18);
     std::atomic<int> guard{0};
     double best = 1e30;
