@@ -9,6 +9,7 @@ from pathlib import Path
 
 from aegis import heap
 from aegis.checkpoint.pagecache import drop_pages
+from aegis.engine.footprint import footprint_nbytes, peak_footprint_nbytes
 
 _STATUS = Path("/proc/self/status")
 
@@ -24,8 +25,8 @@ def _status_nbytes(field: str) -> int | None:
 
 
 def resident_nbytes() -> int:
-    """Memory of the process now: anonymous pages and mapped file pages."""
-    now = _status_nbytes("VmRSS")
+    """Memory of the process now: anonymous pages and mapped file pages; on macOS its footprint."""
+    now = _status_nbytes("VmRSS") or footprint_nbytes()
     if now is not None:
         return now
     import psutil  # type: ignore[import-untyped,unused-ignore]
@@ -38,7 +39,7 @@ def peak_nbytes() -> int:
 
     VmHWM on Linux: getrusage's figure would include the peak of the process that started us.
     """
-    peak = _status_nbytes("VmHWM")
+    peak = _status_nbytes("VmHWM") or peak_footprint_nbytes()
     if peak is not None:
         return peak
     import resource
