@@ -25,15 +25,28 @@ class Bank:
         self, traits: Traits, segments: Mapping[str, Segment], pools: Mapping[str, Arrays]
     ) -> None:
         self._matrices = [_Matrix(traits, segments[name], pools[name]) for name in PROJECTIONS]
+        self._made: dict[int, tuple[mx.array, mx.array]] = {}
         self.copies = any(matrix.copies for matrix in self._matrices)
         """Chosen experts are copied out of their slots: kernels need other numbers."""
 
-    def ffn(self, x: mx.array, slots: mx.array, index: mx.array | None = None) -> mx.array:
-        """x [n, M, H] through experts to [n, M, H].
+    def one(self, x: mx.array, slots: mx.array) -> mx.array:
+        """A row x [1, H] through the experts in slots [K] to [K, H]."""
+        gate, up, down = self._matrices
+        row, each = self._sources(slots.shape[0])
+        inner = swiglu(gate(x[None], slots, None, row), up(x[None], slots, None, row))
+        return down(inner, slots, None, each)[:, 0]
 
-        index None: rows x[i] through slots[i], or x [1, M, H] through each of them; else x[i] goes
-        through slots[index[i]].
-        """
+    def _sources(self, count: int) -> tuple[mx.array, mx.array]:
+        """Which row each of ``count`` products takes: always row 0, and each its own. Given rather
+        than left out, since MLX would compute them every time."""
+        if count not in self._made:
+            each = mx.arange(count, dtype=mx.uint32)
+            self._made[count] = (mx.zeros_like(each), each)
+            mx.eval(self._made[count])
+        return self._made[count]
+
+    def tiles(self, x: mx.array, slots: mx.array, index: mx.array) -> mx.array:
+        """x [n, M, H] to [n, M, H]: rows x[i] through the expert in slots[index[i]]."""
         gate, up, down = self._matrices
         inner = swiglu(gate(x, slots, index), up(x, slots, index))
         return down(inner, slots, index)
@@ -47,7 +60,14 @@ class _Matrix:
         dense = segment.format.kind == "dense"
         self.copies = dense or pools[-1].dtype != traits.dtype
 
-    def __call__(self, x: mx.array, slots: mx.array, index: mx.array | None) -> mx.array:
+    def __call__(
+        self,
+        x: mx.array,
+        slots: mx.array,
+        index: mx.array | None,
+        source: mx.array | None = None,
+    ) -> mx.array:
+        """x[source[i]] through the expert in slots[index[i]]; both are 0, 1, .. where left out."""
         arrays = self._pools
         if self.copies:
             arrays = self._taken(slots)
@@ -55,13 +75,15 @@ class _Matrix:
         else:
             which = slots if index is None else slots[index]
         if self._format.kind == "dense":
-            return mx.gather_mm(x, arrays[0].swapaxes(-1, -2), rhs_indices=which)
+            matrices = arrays[0].swapaxes(-1, -2)
+            return mx.gather_mm(x, matrices, lhs_indices=source, rhs_indices=which)
         codes, scales, biases = arrays
         return mx.gather_qmm(
             x,
             codes,
             scales,
             biases,
+            lhs_indices=source,
             rhs_indices=which,
             transpose=True,
             group_size=self._format.group_size,

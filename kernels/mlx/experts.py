@@ -102,8 +102,7 @@ class MlxExperts:
         *shared: mx.array,
     ) -> mx.array:
         """x [1, H] plus the experts in slots [K], mixed by weights [1, K]."""
-        outputs = self._bank.ffn(normed[None], slots)
-        return self._summed(x, weights @ outputs[:, 0], shared)
+        return self._summed(x, weights @ self._bank.one(normed, slots), shared)
 
     @staticmethod
     def _summed(x: mx.array, routed: mx.array, shared: tuple[mx.array, ...]) -> mx.array:
@@ -167,7 +166,7 @@ class _Chunk:
             part = slice(first, first + CALL_TILES)
             tiles = self._routing.normed[mx.array(rows[part].reshape(-1))]
             tiles = tiles.reshape(-1, size, tiles.shape[-1])
-            out = self._block._bank.ffn(tiles, where, mx.array(index[part]))
+            out = self._block._bank.tiles(tiles, where, mx.array(index[part]))
             low, high = first * size, (first + len(index[part])) * size
             kept = places[(places >= low) & (places < high)] - low
             out = out.reshape(-1, out.shape[-1])[mx.array(kept.astype(np.uint32))]

@@ -19,10 +19,10 @@ _NOBODY = np.empty(0, np.int32)
 
 
 class MlxRouting(Routing):
-    """Chosen experts on the device, best first; ``experts`` and ``guess`` wait for them."""
+    """Chosen experts on the device, best last; ``experts`` and ``guess`` wait for them."""
 
     def __init__(self, chosen: mx.array, guessed: mx.array | None, spec: RouterSpec) -> None:
-        """chosen: int32 [T, K + candidates] for T = 1, what follows K is the guess; else [T, K],
+        """chosen: uint32 [T, K + candidates] for T = 1, what follows K is the guess; else [T, K],
         and guessed [T, K] or None."""
         self._chosen, self._guessed, self._spec = chosen, guessed, spec
         self._host: tuple[I32, I32] | None = None
@@ -33,7 +33,7 @@ class MlxRouting(Routing):
 
     @property
     def ids(self) -> mx.array:
-        """int32 [T, K] on the device, in the order of ``weights``."""
+        """uint32 [T, K] on the device, in the order of ``weights``."""
         return self._chosen[:, : self._spec.num_experts_per_tok]
 
     @property
@@ -66,10 +66,11 @@ class MlxRouting(Routing):
 
     def _on_host(self) -> tuple[I32, I32]:
         if self._host is None:
-            chosen = np.array(self._chosen)
+            chosen = np.array(self._chosen).astype(np.int32)
             top = self._spec.num_experts_per_tok
             if self._guessed is None:
-                self._host = chosen[:, :top], chosen[0, top:] if len(chosen) == 1 else _NOBODY
+                guess = chosen[0, top:][::-1] if len(chosen) == 1 else _NOBODY
+                self._host = chosen[:, :top], guess
             else:
                 self._host = chosen, _most_chosen(np.array(self._guessed), self._spec.num_experts)
         return self._host
@@ -94,11 +95,11 @@ def spread(routings: Sequence[Routing]) -> None:
         if isinstance(routing, MlxRouting) and routing.shared is not None:
             together, row = routing.shared
             if id(together) not in known:
-                known[id(together)] = np.array(together)
+                known[id(together)] = np.array(together).astype(np.int32)
             routing.know(known[id(together)][row : row + 1])
 
 
-def _most_chosen(rows: I32, num_experts: int) -> I32:
+def _most_chosen(rows: NDArray[np.uint32], num_experts: int) -> I32:
     """Expert ids by how many rows chose them, then by id; those that nobody chose left out."""
     counts = np.bincount(rows.reshape(-1), minlength=num_experts)
     ranked = np.argsort(-counts, kind="stable")
@@ -106,7 +107,7 @@ def _most_chosen(rows: I32, num_experts: int) -> I32:
 
 
 class MlxRouter:
-    """RouterBlock on MLX; scores are float32 whatever activations are."""
+    """RouterBlock on MLX."""
 
     def __init__(
         self,
@@ -150,10 +151,13 @@ class MlxRouter:
         spec, scorer = self._spec, self._scorer
         normed, scores = scorer.score(x)
         chosen = scorer.best(scores, spec.num_experts_per_tok)
-        weights = mx.take_along_axis(mx.softmax(scores, axis=-1), chosen, axis=-1)
+        if not spec.norm_topk_prob:
+            scores = mx.softmax(scores, axis=-1, precise=True)
+        weights = mx.take_along_axis(scores, chosen, axis=-1)
         if spec.norm_topk_prob:
-            weights = weights / weights.sum(axis=-1, keepdims=True)
-        return normed, weights.astype(x.dtype), chosen
+            # The same as normalising the chosen of all probabilities.
+            weights = mx.softmax(weights, axis=-1, precise=True)
+        return normed, weights, chosen
 
     def _route_one(self, candidates: int) -> _Route:
         if candidates not in self._one:
@@ -184,11 +188,11 @@ class _Scorer:
         self._gate = Linear(memory, traits, weights["gate"])
 
     def score(self, x: mx.array) -> tuple[mx.array, mx.array]:
-        """Normed rows and their float32 scores [T, E]."""
+        """Normed rows and their scores [T, E]."""
         normed = mx.fast.rms_norm(x, self._norm, self._eps)
-        return normed, self._gate(normed).astype(mx.float32)
+        return normed, self._gate(normed)
 
     @staticmethod
     def best(scores: mx.array, count: int) -> mx.array:
-        """Ids of the highest scores, best first, int32 [T, count]."""
-        return mx.argsort(-scores, axis=-1)[:, :count].astype(mx.int32)
+        """Ids of the highest scores, best last, uint32 [T, count]."""
+        return mx.argsort(scores, axis=-1)[:, -count:]

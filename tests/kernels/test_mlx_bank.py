@@ -124,11 +124,11 @@ def test_a_row_through_its_experts_is_right_and_the_same_in_whatever_slots(
         assert len(set(slot_of.values())) == EXPERTS
         bank = model.bank(num_slots, slot_of)
         slots = mx.array([slot_of[expert] for expert in chosen], mx.uint32)
-        out = bank.ffn(x[None], slots)
+        out = bank.one(x, slots)
         found.add(_bits(out))
     assert len(found) == 1
     row = np.array(x[0].astype(mx.float32)).astype(np.float64)
-    for expert, result in zip(chosen, np.array(out[:, 0].astype(mx.float32)), strict=True):
+    for expert, result in zip(chosen, np.array(out.astype(mx.float32)), strict=True):
         wanted = model.expected(row, expert)
         limit = 1e-5 if numbers == "f32" else 0.05
         assert np.abs(result - wanted).max() <= limit * np.abs(wanted).max()
@@ -145,9 +145,9 @@ def test_a_tile_does_not_depend_on_the_tiles_beside_it(kind: str, numbers: Numbe
     tiles = _rows(numbers, 6 * size).reshape(6, size, HIDDEN)
     index = np.array([3, 3, 8, 0, 1, 9], np.uint32)
     slots = mx.arange(EXPERTS, dtype=mx.uint32)
-    together = bank.ffn(tiles, slots, mx.array(index))
+    together = bank.tiles(tiles, slots, mx.array(index))
     for tile in range(6):
-        one = bank.ffn(tiles[tile : tile + 1], slots, mx.array(index[tile : tile + 1]))
+        one = bank.tiles(tiles[tile : tile + 1], slots, mx.array(index[tile : tile + 1]))
         assert _bits(one[0]) == _bits(together[tile])
 
 
@@ -161,5 +161,5 @@ def test_a_row_of_a_tile_does_not_depend_on_the_other_rows(kind: str, numbers: N
     slots, index = mx.arange(EXPERTS, dtype=mx.uint32), mx.array([6], mx.uint32)
     one, other = _rows(numbers, 32)[None], _rows(numbers, 33)[None, 1:]
     mixed = mx.concatenate([one[:, :5], other[:, 5:]], axis=1)
-    first, second = bank.ffn(one, slots, index), bank.ffn(mixed, slots, index)
+    first, second = bank.tiles(one, slots, index), bank.tiles(mixed, slots, index)
     assert _bits(first[:, :5]) == _bits(second[:, :5])
