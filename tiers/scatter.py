@@ -90,7 +90,9 @@ class Scatter:
         """The address of this thread's buffer, which has at least so many bytes."""
         held: mmap.mmap | None = getattr(self._own, "buffer", None)
         if held is None or len(held) < nbytes:
-            self._own.buffer = held = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE))
+            size = max(nbytes, mmap.PAGESIZE)
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            self._own.buffer = held = mmap.mmap(-1, size, flags=flags)
         return ctypes.addressof(ctypes.c_char.from_buffer(held))
 
 

@@ -49,13 +49,15 @@ def peak_nbytes() -> int:
 
 def _loaded_files() -> set[str]:
     """Shared libraries and Python files that importing has pulled into the page cache."""
-    files = set()
+    files = set[str]()
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/maps").read_text().splitlines():
             _, slash, rest = line.partition("/")
             files.add(slash + rest)
     for module in list(sys.modules.values()):
-        files.update(getattr(module, name, None) or "" for name in ("__cached__", "__file__"))
+        # Modules that make up attributes as they are asked for have something else there.
+        names = (getattr(module, name, None) for name in ("__cached__", "__file__"))
+        files.update(name for name in names if isinstance(name, str))
     return {file for file in files if file.startswith("/") and not file.startswith("/dev")}
 
 

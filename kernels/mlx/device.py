@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 _DTYPES = {"f32": mx.float32, "bf16": mx.bfloat16, "f16": mx.float16}
 _CPU_TILE_ROWS = 4
 """The CPU computes padding rows one by one like all others."""
+_CUDA_ROWS = 64
+"""For CUDA, MLX compiles a kernel for up to 16, up to 32 and more rows when it first needs it, which
+takes half a minute each: with this only one of them is needed."""
 _FUSED_HEAD_DIMS = {"metal": (64, 80, 128), "cuda": (64, 96, 128), "cpu": ()}
 """Where attention over many queries keeps no scores in memory (16-bit numbers only)."""
 
@@ -29,6 +32,8 @@ class Traits:
     device: Device
     numbers: Numbers
     tile_rows: int
+    row_multiple: int
+    """Products of several rows have a multiple of so many."""
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -61,7 +66,8 @@ def open_device(numbers: Numbers, cache_nbytes: int) -> Traits:
             f"MLX on the CPU computes in f32 only, not in {numbers}: leave --activations out"
         )
     mx.set_cache_limit(cache_nbytes)
-    return Traits(device, numbers, _CPU_TILE_ROWS if device == "cpu" else TILE_ROWS)
+    tile_rows = _CPU_TILE_ROWS if device == "cpu" else TILE_ROWS
+    return Traits(device, numbers, tile_rows, _CUDA_ROWS if device == "cuda" else 1)
 
 
 def wire(traits: Traits, nbytes: int) -> None:

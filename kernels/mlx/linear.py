@@ -12,18 +12,25 @@ from aegis.kernels.mlx.memory import Arrays, MlxMemory
 
 
 class Linear:
-    """x [..., in] to x @ weight.T (+ bias), in the numbers of x."""
+    """x [T, in] to x @ weight.T (+ bias), in the numbers of x."""
 
     def __init__(
         self, memory: MlxMemory, traits: Traits, weight: Weight, bias: Weight | None = None
     ) -> None:
-        self._dtype = traits.dtype
+        self._dtype, self._multiple = traits.dtype, traits.row_multiple
         self._format = weight.format
         self._arrays = in_numbers(memory.arrays(weight), weight, traits)
         self._bias = None if bias is None else vector(memory, traits, bias)
 
     def __call__(self, x: mx.array) -> mx.array:
         """The product; weights of wider numbers than x's are computed with in theirs."""
+        rows = x.shape[0]
+        if rows > 1 and rows % self._multiple:
+            padded = mx.pad(x, [(0, -rows % self._multiple), (0, 0)])
+            return self._product(padded)[:rows]
+        return self._product(x)
+
+    def _product(self, x: mx.array) -> mx.array:
         if self._format.kind == "dense":
             out = x @ self._arrays[0].T
         else:

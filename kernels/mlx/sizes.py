@@ -12,10 +12,10 @@ PREFILL_STEP = 256
 """Rows of a prefill chunk. A constant, on a grid of absolute positions: MLX picks other kernels,
 which sum in another order, for other numbers of rows."""
 
-TILE_ROWS = 32
+TILE_ROWS = 16
 """Rows of one expert that a prefill chunk computes together."""
 
-CALL_TILES = 64
+CALL_TILES = 128
 """Tiles of one call."""
 
 TAKEN_EXPERTS = 8
