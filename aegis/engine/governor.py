@@ -67,11 +67,18 @@ class ProcessGauge:
     _all: ClassVar[list[ProcessGauge]] = []
     """Those of every engine that is open in this process: together they may take the sum."""
 
-    def __init__(self, cap_nbytes: int, arena: Arena, runtime: tuple[int, int] = (0, 0)) -> None:
+    def __init__(
+        self,
+        cap_nbytes: int,
+        arena: Arena,
+        runtime: tuple[int, int] = (0, 0),
+        elsewhere_nbytes: int = 0,
+    ) -> None:
         """runtime: its figure in the plan, and what was measured before the arena was made. What
-        the caller's own program held by then is not the engine's, so it does not count."""
+        the caller's own program held by then is not the engine's, so it does not count.
+        elsewhere_nbytes: what is under the cap and not in this process, as files in memory."""
         planned, measured = runtime
-        self._cap_nbytes, self._arena = cap_nbytes, arena
+        self._cap_nbytes, self._arena, self._elsewhere_nbytes = cap_nbytes, arena, elsewhere_nbytes
         held = sum(gauge._arena.nbytes - gauge._arena.released_nbytes for gauge in self._all)
         self._before_nbytes = max(0, measured - held - planned)
         self._fd = _open(_STATM)
@@ -83,10 +90,11 @@ class ProcessGauge:
         return self._before_nbytes + sum(gauge._cap_nbytes for gauge in self._all)
 
     def taken(self) -> int:
-        """Resident size of this process."""
+        """Resident size of this process, and what else is under the cap."""
         if self._fd is None:
-            return memory.resident_nbytes()
-        return int(os.pread(self._fd, 64, 0).split(b" ", 2)[1]) * _PAGE_NBYTES
+            return memory.resident_nbytes() + self._elsewhere_nbytes
+        pages = int(os.pread(self._fd, 64, 0).split(b" ", 2)[1])
+        return pages * _PAGE_NBYTES + self._elsewhere_nbytes
 
     def room(self) -> int:
         """Bytes until the cap."""
@@ -117,8 +125,10 @@ class GroupGauge:
         self._stat = _open(group.folder / "memory.stat")
 
     def taken(self) -> int:
-        """Bytes charged now."""
-        return int(os.pread(self._usage, 64, 0))
+        """Bytes charged now; none once the process was moved and the group is gone."""
+        with contextlib.suppress(OSError, ValueError):
+            return int(os.pread(self._usage, 64, 0))
+        return 0
 
     def room(self) -> int:
         """Bytes until the limit. Page cache only counts where it makes a difference: telling it
@@ -130,7 +140,10 @@ class GroupGauge:
         """Page cache that no process maps: the kernel drops it before it refuses memory."""
         if self._stat is None:
             return 0
-        lines = os.pread(self._stat, _STAT_NBYTES, 0).splitlines()
+        try:
+            lines = os.pread(self._stat, _STAT_NBYTES, 0).splitlines()
+        except OSError:
+            return 0
         stat = {name: int(value) for name, _, value in (line.partition(b" ") for line in lines)}
         prefix, cache, mapped = (b"total_", b"cache", b"mapped_file")
         if self._group.version == 2:
@@ -154,7 +167,11 @@ class GroupGauge:
 
 def group_gauges(groups: Sequence[MemoryGroup]) -> list[Gauge]:
     """One for every limited container whose usage can be read."""
-    return [GroupGauge(group) for group in groups if os.access(group.usage_path, os.R_OK)]
+    found: list[Gauge] = []
+    for group in groups:
+        with contextlib.suppress(OSError):
+            found.append(GroupGauge(group))
+    return found
 
 
 class Governor:
