@@ -82,4 +82,4 @@ def test_a_template_that_fails_in_transformers_is_a_sentence_with_the_same_words
     assert sentence.startswith("The chat template in the test ")
     assert "\n" not in sentence
     assert "Error" not in sentence.partition(": ")[0]
-    assert not sentence.endswith(": ")
+    assert not sentence.endswith(":")
