@@ -320,8 +320,9 @@ class OwnMemory(Protocol):
         """Bytes now, by what they are for: ``slots``, ``resident_weights``, ``kv_cache``,
         ``workspace`` (its peak)."""
 
-    def beside_nbytes(self) -> int:
-        """Bytes now that the system does not count as this process's: a device's own memory."""
+    def taken_nbytes(self, resident: int, shared: int) -> int:
+        """What the process takes on host and device, from what the system says of it: its resident
+        size, and the part of that which lies in files."""
 
 
 class Backend(Protocol):

@@ -435,7 +435,7 @@ TENSORS = [
     Case("tensor twice", header_text(_twice), "lists lm_head.biases twice"),
     Case(
         "many tensors, the last twice",
-        raw_header(b'{"t":1,' + b"".join(b'"%d":1,' % n for n in range(60_000)) + b'"t":1}'),
+        raw_header(b"{" + b"".join(b'"%d":1,' % n for n in range(60_000)) + b'"t":1,"t":1}'),
         "lists t twice",
     ),
     Case("offset negative", entry("lm_head.scales", data_offsets=[-8, 8]), "damaged header entry"),

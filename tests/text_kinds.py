@@ -10,7 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 from tokenizers.models import BPE, Unigram, WordPiece
 
 _WORDS = [
@@ -75,6 +83,7 @@ def _unigram() -> Tokenizer:
 
 def _plain_words() -> Tokenizer:
     words = ["[UNK]", "he", "##llo", ".", "'", "s", "n't", ",", "it", "'s", "'ve", "!"]
+    words += ["do", "not", " do not", "##'s", "'", "##", "####llo"]
     backend = Tokenizer(WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     return backend
@@ -83,6 +92,24 @@ def _plain_words() -> Tokenizer:
 def _word_pieces() -> Tokenizer:
     backend = _plain_words()
     backend.decoder = decoders.WordPiece()
+    return backend
+
+
+def _word_ends() -> Tokenizer:
+    pieces = ["h", "e", "l", "o", "o</w>", "e</w>", "</w>", "he", "</w></w>x", ".</w>"]
+    vocab = {piece: index for index, piece in enumerate(["<unk>", *pieces])}
+    model = BPE(vocab=vocab, merges=[("h", "e")], unk_token="<unk>", end_of_word_suffix="</w>")
+    backend = Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.decoder = decoders.BPEDecoder(suffix="</w>")
+    backend.add_special_tokens(["<unk>"])
+    return backend
+
+
+def _no_streaming() -> Tokenizer:
+    """A decoder with a pattern, which cannot be applied to a stream."""
+    backend = byte_level()
+    backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace(Regex("e+l"), "E")])
     return backend
 
 
@@ -104,6 +131,8 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
     "unigram": _unigram,
     "no_decoder": _plain_words,
     "word_pieces": _word_pieces,
+    "word_ends": _word_ends,
+    "no_streaming": _no_streaming,
 }
 
 

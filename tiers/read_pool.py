@@ -9,7 +9,6 @@ and both refuse to work in a child that was forked while they were open: it has 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import os
 import sys

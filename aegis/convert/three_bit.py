@@ -78,7 +78,7 @@ def _convert_layer(store: Store, folder: Path, layer: int) -> tuple[int, ...]:
     checksums = []
     source = expert_file(store.path, layer)
     with (
-        UncachedReader(source) as reader,
+        _opened(source) as reader,
         UncachedWriter(folder / source.name, PIECE_NBYTES) as writer,
     ):
         for expert in range(layout.num_experts):
@@ -95,6 +95,13 @@ def _convert_layer(store: Store, folder: Path, layer: int) -> tuple[int, ...]:
             checksums.append(zlib.crc32(out.data))
             writer.write(out)
     return tuple(checksums)
+
+
+def _opened(path: Path) -> UncachedReader:
+    try:
+        return UncachedReader(path)
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _convert_record(

@@ -1,4 +1,4 @@
-"""A folder for a while: gone at the end, on Ctrl-C and on SIGTERM; a killed one goes next time."""
+"""A folder for a while: gone at the end, whatever raises; a killed one goes next time."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import os
 import secrets
 import shutil
 import signal
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 
 from aegis.checkpoint.storage import nearest_folder, storage_of
 from aegis.doctor.cache import free_nbytes, is_writable
@@ -32,19 +30,18 @@ def temporary_folder(cache: Path, needed_nbytes: int) -> Iterator[Path]:
     parent = _place(cache, needed_nbytes)
     _remove_leftovers(parent)
     folder = parent / f"{_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
-    with _ending_by_signal():
-        fd = -1
-        try:
-            folder.mkdir(mode=0o700)
-            # The lock says that somebody is alive; it ends with the process.
-            fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-            fcntl.flock(fd, fcntl.LOCK_SH)
-            yield folder
-        finally:
-            with deferred_signals():
-                shutil.rmtree(folder, ignore_errors=True)
-                if fd >= 0:
-                    os.close(fd)
+    fd = -1
+    try:
+        folder.mkdir(mode=0o700)
+        # The lock says that somebody is alive; it ends with the process.
+        fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        yield folder
+    finally:
+        with deferred_signals():
+            shutil.rmtree(folder, ignore_errors=True)
+            if fd >= 0:
+                os.close(fd)
 
 
 def _place(cache: Path, needed_nbytes: int) -> Path:
@@ -75,26 +72,6 @@ def _remove_leftovers(parent: Path) -> None:
                     shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(fd)
-
-
-@contextlib.contextmanager
-def _ending_by_signal() -> Iterator[None]:
-    """Make signals that would end the process at once unwind it first."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    usual = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
-    for number in usual:
-        signal.signal(number, _leave)
-    try:
-        yield
-    finally:
-        for number in usual:
-            signal.signal(number, signal.SIG_DFL)
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)
 
 
 @contextlib.contextmanager

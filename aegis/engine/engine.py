@@ -99,6 +99,8 @@ class Engine:
 
     def close(self) -> None:
         """Stop reading, stop computing and give all memory back."""
+        if self._closed:
+            return
         if not self.turn.here:
             self._closed = True
             self._opened.close_in_child()

@@ -73,13 +73,16 @@ class ProcessGauge:
         cap_nbytes: int,
         arena: Arena,
         runtime: tuple[int, int] = (0, 0),
+        elsewhere_nbytes: int = 0,
         memory: OwnMemory | None = None,
     ) -> None:
         """runtime: its figure in the plan, and what was measured before the arena was made. What
-        the caller's own program held by then is not the engine's, so it does not count. memory:
-        the backend's, beside the arena."""
+        the caller's own program held by then is not the engine's, so it does not count.
+        elsewhere_nbytes: what is under the cap and not in this process, as files in memory.
+        memory: the backend's, beside the arena."""
         planned, measured = runtime
-        self._cap_nbytes, self._arena, self._memory = cap_nbytes, arena, memory
+        self._cap_nbytes, self._arena, self._elsewhere_nbytes = cap_nbytes, arena, elsewhere_nbytes
+        self._memory = memory
         held = sum(gauge._held_nbytes() for gauge in self._all)
         self._before_nbytes = max(0, measured - held - planned)
         self._fd = _open(_STATM)
@@ -91,19 +94,25 @@ class ProcessGauge:
         return self._before_nbytes + sum(gauge._cap_nbytes for gauge in self._all)
 
     def _held_nbytes(self) -> int:
-        """What was allocated for this engine's model and is part of the resident size."""
+        """What was allocated for this engine's model."""
         held = self._arena.nbytes - self._arena.released_nbytes
         if self._memory is None:
             return held
-        return held + sum(self._memory.measured().values()) - self._memory.beside_nbytes()
+        return held + sum(self._memory.measured().values())
 
     def taken(self) -> int:
-        """Resident size of this process, and what a device of its own holds."""
-        beside = 0 if self._memory is None else self._memory.beside_nbytes()
+        """Resident size of this process, and what else is under the cap."""
+        resident, shared = self._sizes()
+        if self._memory is not None:
+            resident = self._memory.taken_nbytes(resident, shared)
+        return resident + self._elsewhere_nbytes
+
+    def _sizes(self) -> tuple[int, int]:
+        """Resident size, and the part of it that lies in files."""
         if self._fd is None:
-            return memory.resident_nbytes() + beside
-        pages = int(os.pread(self._fd, 64, 0).split(b" ", 2)[1])
-        return pages * _PAGE_NBYTES + beside
+            return memory.resident_nbytes(), 0
+        _, resident, shared = os.pread(self._fd, 64, 0).split(b" ", 3)[:3]
+        return int(resident) * _PAGE_NBYTES, int(shared) * _PAGE_NBYTES
 
     def room(self) -> int:
         """Bytes until the cap."""
@@ -134,8 +143,10 @@ class GroupGauge:
         self._stat = _open(group.folder / "memory.stat")
 
     def taken(self) -> int:
-        """Bytes charged now."""
-        return int(os.pread(self._usage, 64, 0))
+        """Bytes charged now; none once the process was moved and the group is gone."""
+        with contextlib.suppress(OSError, ValueError):
+            return int(os.pread(self._usage, 64, 0))
+        return 0
 
     def room(self) -> int:
         """Bytes until the limit. Page cache only counts where it makes a difference: telling it
@@ -147,7 +158,10 @@ class GroupGauge:
         """Page cache that no process maps: the kernel drops it before it refuses memory."""
         if self._stat is None:
             return 0
-        lines = os.pread(self._stat, _STAT_NBYTES, 0).splitlines()
+        try:
+            lines = os.pread(self._stat, _STAT_NBYTES, 0).splitlines()
+        except OSError:
+            return 0
         stat = {name: int(value) for name, _, value in (line.partition(b" ") for line in lines)}
         prefix, cache, mapped = (b"total_", b"cache", b"mapped_file")
         if self._group.version == 2:
@@ -171,7 +185,11 @@ class GroupGauge:
 
 def group_gauges(groups: Sequence[MemoryGroup]) -> list[Gauge]:
     """One for every limited container whose usage can be read."""
-    return [GroupGauge(group) for group in groups if os.access(group.usage_path, os.R_OK)]
+    found: list[Gauge] = []
+    for group in groups:
+        with contextlib.suppress(OSError):
+            found.append(GroupGauge(group))
+    return found
 
 
 class Governor:

@@ -49,15 +49,16 @@ def peak_nbytes() -> int:
 
 def _loaded_files() -> set[str]:
     """Shared libraries and Python files that importing has pulled into the page cache."""
-    files = set[str]()
+    files: set[str] = set()
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/maps").read_text().splitlines():
             _, slash, rest = line.partition("/")
             files.add(slash + rest)
     for module in list(sys.modules.values()):
-        # Modules that make up attributes as they are asked for have something else there.
-        names = (getattr(module, name, None) for name in ("__cached__", "__file__"))
-        files.update(name for name in names if isinstance(name, str))
+        # What stands in sys.modules need be no module: some answer every name, with anything.
+        with contextlib.suppress(Exception):
+            names = [getattr(module, name, None) for name in ("__cached__", "__file__")]
+            files.update(name for name in names if isinstance(name, str))
     return {file for file in files if file.startswith("/") and not file.startswith("/dev")}
 
 

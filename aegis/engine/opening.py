@@ -79,12 +79,11 @@ class Opened:
         return self._forward
 
     def __post_init__(self) -> None:
-        planned = dict(self.plan.items)["runtime"]
+        items = dict(self.plan.items)
+        runtime = (items["runtime"], self.runtime_nbytes)
+        elsewhere = items["store"] + items["page_cache"]
         process = ProcessGauge(
-            self.plan.cap_nbytes,
-            self.arena,
-            (planned, self.runtime_nbytes),
-            self.backend.memory,
+            self.plan.cap_nbytes, self.arena, runtime, elsewhere, self.backend.memory
         )
         self.governor = Governor(self.tiers, process)
         embed = self.disk_embedding or self.decoder.embedding

@@ -2,7 +2,7 @@
 
 The decoder of a tokenizer is a chain of steps over the list of all tokens. Each step here does
 the same to a stream, at a cost that does not grow with the text. A chain with a step not listed
-here (word pieces, patterns) is decoded in one piece at the end, so that the text is still right.
+here (patterns, CTC) is decoded in one piece at the end, so that the text is still right.
 """
 
 from __future__ import annotations
@@ -108,6 +108,45 @@ class _Metaspace:
     def finish(self) -> list[str]:
         self._first = self._drops_first
         return []
+
+
+class _WordPieces:
+    """A blank before every token but the first and those that go on with a word."""
+
+    def __init__(self, prefix: str, cleanup: bool) -> None:
+        self._prefix, self._cleanup = prefix, cleanup
+        self._first = True
+
+    def feed(self, tokens: list[str]) -> list[str]:
+        shown = []
+        for token in tokens:
+            if not self._first:
+                goes_on = token.startswith(self._prefix)
+                token = token.replace(self._prefix, "", 1) if goes_on else " " + token
+            self._first = False
+            shown.append(_word_clean_up(token) if self._cleanup else token)
+        return shown
+
+    def finish(self) -> list[str]:
+        self._first = True
+        return []
+
+
+class _WordEnds:
+    """Marks at the ends of words to blanks, but not at the end of the text."""
+
+    def __init__(self, suffix: str) -> None:
+        self._suffix = suffix
+        self._held: list[str] = []
+
+    def feed(self, tokens: list[str]) -> list[str]:
+        *certain, last = [*self._held, *tokens] or [""]
+        self._held = [last] if self._held or tokens else []
+        return [token.replace(self._suffix, " ") for token in certain]
+
+    def finish(self) -> list[str]:
+        held, self._held = self._held, []
+        return [token.replace(self._suffix, "") for token in held]
 
 
 class _StripStart:
@@ -240,6 +279,10 @@ def _step(spec: dict[str, Any]) -> _Step | None:
             return _ByteFallback()
         case {"type": "Metaspace", "replacement": mark}:
             return _Metaspace(mark, spec.get("prepend_scheme", "always") != "never")
+        case {"type": "WordPiece", "prefix": prefix, "cleanup": cleanup}:
+            return _WordPieces(prefix, cleanup)
+        case {"type": "BPEDecoder", "suffix": suffix} if suffix:
+            return _WordEnds(suffix)
         case {"type": "Replace", "pattern": {"String": old}, "content": new} if old:
             return _Each(lambda token: token.replace(old, new))
         case {"type": "Strip", "content": character, "start": start, "stop": stop}:
@@ -263,6 +306,16 @@ def _stripped(token: str, character: str, start: int, stop: int) -> str:
     while last > max(first, len(token) - stop) and token[last - 1] == character:
         last -= 1
     return token[first:last]
+
+
+def _word_clean_up(token: str) -> str:
+    """What the library does to each token of a word-piece vocabulary; in its order."""
+    for spaced in (" .", " ?", " !", " ,", " ' ", " n't", " 'm"):
+        token = token.replace(spaced, spaced.strip())
+    token = token.replace(" do not", " don't")
+    for spaced in (" 's", " 've", " 're"):
+        token = token.replace(spaced, spaced.strip())
+    return token
 
 
 def _special_ids(tokenizer: Tokenizer) -> frozenset[int]:

@@ -24,8 +24,8 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context, LoopContext, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-_BASE = 1 << 20
-_PER_CHARACTER = 16
+_TEXT = 1 << 20, 16  # characters, and how many more for every character of the messages
+_STEPS = 1 << 17, 64  # rounds of loops, likewise
 _KEPT = 32  # how many texts of the largest size a template may make in all
 _CALL = 64  # rounds of a loop that take the time of a call
 _LONGEST_NUMBER = 1 << 12  # bits
@@ -58,13 +58,13 @@ class _Budget:
 
     @classmethod
     def for_input(cls, size: int) -> _Budget:
-        room = _BASE + _PER_CHARACTER * size
-        return cls(room, room, _KEPT * room)
+        room, steps = (least + more * size for least, more in (_TEXT, _STEPS))
+        return cls(room, steps, _KEPT * room)
 
     def step(self, cost: int = 1) -> None:
         self.steps -= cost
         if self.steps < 0:
-            raise EndlessTemplateError(f"it takes more than {self.room} steps")
+            raise EndlessTemplateError("it goes round and round")
 
     def made(self, size: int) -> None:
         self.characters -= size
@@ -181,14 +181,9 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]
 
     def concat(self, pieces: Iterable[str]) -> str:
-        """Join what a block or the whole template wrote, as far as it may go."""
-        kept, size, room = [], 0, _current().room
-        for piece in pieces:
-            kept.append(piece)
-            size += len(piece)
-            if size > room:
-                break
-        _current().made(size)
+        """Join what a block or the whole template wrote."""
+        kept = list(pieces)
+        _current().made(sum(map(len, kept)))
         return "".join(kept)
 
     def counted(self, items: Iterable[Any]) -> Iterator[Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -19,8 +21,8 @@ _DTYPES = {"f32": mx.float32, "bf16": mx.bfloat16, "f16": mx.float16}
 _CPU_TILE_ROWS = 4
 """The CPU computes padding rows one by one like all others."""
 _CUDA_ROWS = 64
-"""For CUDA, MLX compiles a kernel for up to 16, up to 32 and more rows when it first needs it, which
-takes half a minute each: with this only one of them is needed."""
+"""For CUDA, MLX compiles one kernel for up to 16 rows, one for up to 32 and one for more, when it
+first needs them, which takes half a minute each: with this only one of them is needed."""
 _FUSED_HEAD_DIMS = {"metal": (64, 80, 128), "cuda": (64, 96, 128), "cpu": ()}
 """Where attention over many queries keeps no scores in memory (16-bit numbers only)."""
 
@@ -34,6 +36,8 @@ class Traits:
     tile_rows: int
     row_multiple: int
     """Products of several rows have a multiple of so many."""
+    files_nbytes: int = 0
+    """What libraries take of the resident size (CUDA only)."""
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -66,8 +70,11 @@ def open_device(numbers: Numbers, cache_nbytes: int) -> Traits:
             f"MLX on the CPU computes in f32 only, not in {numbers}: leave --activations out"
         )
     mx.set_cache_limit(cache_nbytes)
-    tile_rows = _CPU_TILE_ROWS if device == "cpu" else TILE_ROWS
-    return Traits(device, numbers, tile_rows, _CUDA_ROWS if device == "cuda" else 1)
+    mx.reset_peak_memory()
+    if device == "cuda":
+        mx.eval(mx.zeros(1) + 1)  # loads the libraries
+        return Traits(device, numbers, TILE_ROWS, _CUDA_ROWS, _files_nbytes())
+    return Traits(device, numbers, _CPU_TILE_ROWS if device == "cpu" else TILE_ROWS, 1)
 
 
 def wire(traits: Traits, nbytes: int) -> None:
@@ -85,11 +92,19 @@ def describe(traits: Traits) -> str:
     return f"mlx {version('mlx')} ({', '.join(filter(None, (where, name, traits.numbers)))})"
 
 
-def beside_nbytes(traits: Traits) -> int:
-    """Memory that the system does not count as this process's: on CUDA, what MLX has allocated."""
+def taken_nbytes(traits: Traits, resident: int, shared: int) -> int:
+    """What the process takes in all. On CUDA arrays move between device and host, where they count
+    as mapped files: what lies in files beyond the libraries is theirs, and counted only once."""
     if traits.device != "cuda":
-        return 0
-    return int(mx.get_active_memory() + mx.get_cache_memory())
+        return resident
+    moved = max(0, shared - traits.files_nbytes)
+    return resident - moved + int(mx.get_active_memory() + mx.get_cache_memory())
+
+
+def _files_nbytes() -> int:
+    """The part of the resident size that lies in files now."""
+    shared = Path("/proc/self/statm").read_bytes().split()[2]
+    return int(shared) * os.sysconf("SC_PAGE_SIZE")
 
 
 def clear_cache() -> None:

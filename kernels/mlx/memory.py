@@ -110,9 +110,9 @@ class MlxMemory:
         peak = int(mx.get_peak_memory()) - sum(held.values())
         return held | {"workspace": max(0, peak)}
 
-    def beside_nbytes(self) -> int:
+    def taken_nbytes(self, resident: int, shared: int) -> int:
         """See OwnMemory."""
-        return device.beside_nbytes(self._traits)
+        return device.taken_nbytes(self._traits, resident, shared)
 
     def close(self) -> None:
         """Drop every array."""

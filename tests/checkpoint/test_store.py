@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from damages import manifest
+from damages import directory, manifest, pipe
 from numpy.typing import NDArray
 from stores import edit_json, flip_bit
 from strategies import write_checkpoint
@@ -160,6 +160,9 @@ def set_key(**keys: object) -> Callable[[Path], None]:
         (unlink("experts/layer_000.bin"), "layer_000.bin is missing"),
         (unlink("resident.bin"), "resident.bin is missing"),
         (unlink("store.json"), "is not a store"),
+        (directory("resident.bin"), "resident.bin is a directory"),
+        (pipe("experts/layer_000.bin"), "layer_000.bin is not a regular file"),
+        (directory("store.json"), "store.json is a directory"),
         (manifest(lambda d: d.update(format_version=99)), "version 99"),
         (set_key(format="x"), "not describe"),
         (set_key(num_experts=5), "checksum"),

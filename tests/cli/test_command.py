@@ -128,6 +128,15 @@ def test_piped_text_is_the_prompt(aegis: Aegis, small_model: str) -> None:
     assert piped["token_ids"] == given["token_ids"]
 
 
+@pytest.mark.parametrize("wrong", [("--stop", ""), ("--temp", "-1"), ("--top-p", "0")])
+def test_settings_that_mean_nothing_are_refused_before_a_model_is_opened(
+    aegis: Aegis, small_model: str, wrong: tuple[str, str]
+) -> None:
+    done = aegis("run", small_model, "one", "--raw", "--cap", "1MiB", *wrong)
+    assert done.returncode == 2  # with exit code 3 the plan would have been made first
+    assert "plan" not in done.stderr
+
+
 def test_verbose_adds_the_ledger(aegis: Aegis, small_model: str) -> None:
     done = aegis("run", small_model, "one", "--raw", "-n", "1", "-v", *SMALL)
     ledger = done.stderr[done.stderr.index("ledger") :].splitlines()

@@ -451,6 +451,8 @@ def selftesting(
         stderr=subprocess.PIPE,
         env={**command_env, "AEGIS_CACHE": str(cache)},
         start_new_session=True,
+        # Tests that run in the background of a shell inherit that it is ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         deadline = time.monotonic() + 120
         while not list(cache.iterdir()) and process.poll() is None:
@@ -484,8 +486,12 @@ def test_a_signal_while_a_worker_is_born_leaves_none_behind(
 
     usual = subprocess.Popen
     monkeypatch.setattr(selftests.subprocess, "Popen", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        selftests._ask({"convert": "/nonexistent", "layout": "il16"}, {})
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            selftests._ask({"convert": "/nonexistent", "layout": "il16"}, {})
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert born[0].returncode is not None
 
 

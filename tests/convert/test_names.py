@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from damages import without
+from damages import rewritten, without
 from stores import checkpoint_values, edit_header, edit_json
 from strategies import write_checkpoint, write_safetensors
 
 from aegis.checkpoint.source import Checkpoint
+from aegis.checkpoint.tensor_map import ResidentName
 from aegis.convert.layout import layout_of_checkpoint
+from aegis.convert.names import resolve
 from aegis.errors import CheckpointError
+from aegis.models import family
 
 
 @pytest.fixture(scope="module")
@@ -165,3 +169,28 @@ def test_two_spellings_of_one_tensor_are_refused(folder: Path) -> None:
     )(folder)
     with pytest.raises(CheckpointError, match="which are the same tensor"):
         layout_of_checkpoint(folder)
+
+
+def test_experts_of_two_kinds_in_one_matrix_are_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "m", 1, dense=True, separate_experts=True)
+    name = "model.layers.1.mlp.experts.2.up_proj.weight"
+
+    def widen(tensors: dict[str, Any]) -> None:
+        _, shape, data = tensors[name]
+        tensors[name] = ("F32", shape, np.zeros(len(data) // 2, np.float32).tobytes())
+
+    rewritten(widen)(folder)
+    with pytest.raises(CheckpointError, match="up_proj is dense bf16 in one place and dense f32"):
+        layout_of_checkpoint(folder)
+
+
+def test_a_tensor_that_a_family_can_do_without_may_be_missing(folder: Path) -> None:
+    checkpoint = Checkpoint.open(folder)
+    wanted = family("qwen2_moe").tensor_map(checkpoint.config)
+    spare = ResidentName("spare", (8,), optional=True)
+    found = resolve(checkpoint, replace(wanted, resident=(*wanted.resident, spare)))
+    assert "spare" not in found.resident
+    with pytest.raises(CheckpointError, match="lacks the tensor spare"):
+        resolve(
+            checkpoint, replace(wanted, resident=(*wanted.resident, ResidentName("spare", (8,))))
+        )

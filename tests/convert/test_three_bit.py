@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from aegis.checkpoint.store import Store
 from aegis.convert import three_bit
 from aegis.convert.convert import convert
 from aegis.convert.layout import resolve_checkpoint
-from aegis.convert.three_bit import add_3bit
+from aegis.convert.three_bit import add_3bit, write_3bit
 from aegis.convert.verify import verify
 from aegis.errors import StoreError
 from aegis.kernels import formats
@@ -136,3 +137,21 @@ def test_files_that_an_interrupted_run_left_are_replaced(
     assert not Store.open(store.path).has_3bit
     (store.path / "experts-3bit" / "layer_000.bin").write_bytes(b"old")
     assert verify(add_3bit(store.path)).ok
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "flipped"])
+def test_experts_that_cannot_be_read_are_named_and_nothing_is_left(
+    tmp_path: Path, damage: str
+) -> None:
+    store = convert(write_checkpoint(tmp_path / "m", 1), tmp_path / "s")
+    path = store.expert_paths()[1]
+    if damage == "cut":
+        os.truncate(path, store.layout.experts.stride)
+    elif damage == "gone":
+        path.unlink()
+    else:
+        flip_bit(path, 2 * store.layout.experts.stride + 7)
+    with pytest.raises(StoreError, match=r"layer_001\.bin"):
+        write_3bit(store)
+    assert not (store.path / "experts-3bit").exists()
+    assert not [name for name in store.path.iterdir() if "partial" in name.name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -254,6 +255,33 @@ class TestGauges:
         assert abs(gauge.taken() - resident_nbytes()) < MIB
         gauge.close()
 
+    @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+    def test_files_in_memory_are_under_the_cap_though_not_in_the_process(
+        self, arena: Arena, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for statm in (module._STATM, Path("/nowhere")):
+            monkeypatch.setattr(module, "_STATM", statm)
+            bare, gauge = ProcessGauge(MIB, arena), ProcessGauge(MIB, arena, (0, 0), 300 * MIB)
+            assert abs(gauge.taken() - bare.taken() - 300 * MIB) < 8 * MIB
+            bare.close()
+            gauge.close()
+
+    def test_a_group_that_is_gone_since_we_were_moved_is_no_limit(self, tmp_path: Path) -> None:
+        (tmp_path / "memory.current").write_text("1")
+        (tmp_path / "memory.stat").write_text("anon 1\n")
+        group = MemoryGroup(2, tmp_path / "memory.max", 100 * MIB, 1, 0)
+        gauge = GroupGauge(group)
+        folder = os.open(tmp_path, os.O_RDONLY)
+        assert gauge._stat is not None
+        os.dup2(folder, gauge._usage)
+        assert gauge.room() == 100 * MIB - FULL_NBYTES
+        (tmp_path / "memory.current").write_text(str(100 * MIB))
+        os.dup2(os.open(tmp_path / "memory.current", os.O_RDONLY), gauge._usage)
+        os.dup2(folder, gauge._stat)
+        assert gauge.room() == -FULL_NBYTES
+        os.close(folder)
+        gauge.close()
+
     @pytest.mark.parametrize("version", [1, 2])
     def test_page_cache_that_can_be_dropped_leaves_room(self, tmp_path: Path, version: int) -> None:
         names = {1: ("usage_in_bytes", "limit_in_bytes"), 2: ("current", "max")}[version]
@@ -402,6 +430,25 @@ def test_what_is_given_back_is_counted_and_shown(store: Store) -> None:
         engine.stats.reset()
         given = engine.stats.given_back
         assert (given.slots, given.nbytes, given.most_nbytes, given.times) == (0, 0, 0, 0)
+
+
+def test_every_prompt_reads_the_limits_anew_and_sees_a_container_that_became_tight(
+    store: Store, tmp_path: Path
+) -> None:
+    with open_small(store) as engine:
+        expected = list(engine.generate(IDS, 6, ignore_eos=True))
+        governor = engine._opened.governor
+        governor._limits = lambda: limits_of(tmp_path / "box", 100 * MIB, 98 * MIB)
+        governor._limits_due = governor._due = 0.0
+        assert list(engine.generate(IDS[::-1], 6, ignore_eos=True))
+        assert engine.stats.given_back.times > 0
+        # Still full: what was given back stays away, and the tokens are the same.
+        assert list(engine.generate(IDS, 6, ignore_eos=True)) == expected
+        assert engine.stats.given_back.nbytes > 0
+        governor._limits = NO_LIMITS
+        governor._limits_due = 0.0
+        assert list(engine.generate(IDS, 6, ignore_eos=True)) == expected
+        assert engine.stats.given_back.nbytes == 0
 
 
 @needs_native

@@ -18,6 +18,8 @@ KINDS = [
     "unigram",
     "no_decoder",
     "word_pieces",
+    "word_ends",
+    "no_streaming",
 ]
 
 
@@ -56,6 +58,16 @@ def test_text_comes_back_whole_and_no_piece_splits_a_character(
     assert "".join(parts) == whole
 
 
+@pytest.mark.parametrize(("kind", "late"), [("word_pieces", 0), ("word_ends", 1)])
+def test_words_appear_as_they_come(
+    tokenizers_by_kind: dict[str, Tokenizer], kind: str, late: int
+) -> None:
+    ids = tokenizers_by_kind[kind].encode("he he he")
+    parts = pieces(tokenizers_by_kind[kind], ids)
+    assert sum(not part for part in parts[:-1]) == late
+    assert parts[:2] != ["", ""]
+
+
 def test_an_emoji_appears_with_its_last_byte(embedded: Tokenizer) -> None:
     ids = embedded.encode("👋")
     parts = pieces(embedded, ids)
@@ -76,7 +88,7 @@ def test_a_cut_off_character_becomes_one_replacement_character(embedded: Tokeniz
 def test_finish_makes_it_ready_for_another_text(
     tokenizers_by_kind: dict[str, Tokenizer],
 ) -> None:
-    for kind in ("embedded", "llama_metaspace", "no_decoder", "word_pieces"):
+    for kind in ("embedded", "llama_metaspace", "no_decoder", "word_pieces", "word_ends"):
         tokenizer = tokenizers_by_kind[kind]
         detokenizer = Detokenizer(tokenizer)
         ids = tokenizer.encode("hello he")

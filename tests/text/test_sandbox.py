@@ -24,6 +24,10 @@ ENDLESS = {
     "a macro calling itself twice": (
         "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
     ),
+    "a wide recursive loop": (
+        "{% set wide = range(99999) %}{% for n in range(40) recursive %}"
+        "{% if loop.depth == 1 %}{{ loop(wide) }}{% endif %}{% endfor %}"
+    ),
     "a recursive loop": (
         "{% for n in [60] recursive %}{% if n %}{{ loop([n - 1, n - 1]) }}{% endif %}{% endfor %}"
     ),
@@ -76,7 +80,7 @@ def refused(template: str) -> str:
 
 @pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS.keys())
 def test_a_template_without_an_end_is_refused(template: str) -> None:
-    assert "steps" in refused(template)
+    assert "round and round" in refused(template)
 
 
 @pytest.mark.parametrize("template", HUGE.values(), ids=HUGE.keys())
@@ -132,8 +136,10 @@ def test_long_honest_chats_are_far_from_the_bounds() -> None:
         + "{{ ns.x | length }}",
         "the test",
     )
-    messages = [{"role": "user", "content": f"{i} " + "word " * 200} for i in range(400)]
-    assert template.render(messages).endswith(str(sum(len(m["content"]) for m in messages)))
+    for words, turns in ((200, 300), (0, 1500), (20_000, 2)):
+        messages = [{"role": "user", "content": f"{i} " + "word " * words} for i in range(turns)]
+        length = sum(len(m["content"].strip()) + 1 for m in messages)
+        assert template.render(messages).endswith(str(length))
 
 
 def test_loops_know_their_length_as_ever() -> None:

@@ -1,3 +1,4 @@
+import errno
 import mmap
 import resource
 import sys
@@ -65,6 +66,60 @@ def test_memory_that_cannot_be_had_is_one_clear_sentence() -> None:
             Arena(1 << 30)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+class OldKernel(mmap.mmap):
+    """Memory of a kernel that knows nothing of touching ahead or of huge pages."""
+
+    refuses = errno.EINVAL
+
+    def madvise(self, option: int, *part: int) -> None:
+        if option in (23, getattr(mmap, "MADV_HUGEPAGE", 14)):
+            raise OSError(self.refuses, "refused")
+        super().madvise(option, *part)
+
+
+class FullKernel(OldKernel):
+    """Memory of a kernel that has none left."""
+
+    refuses = errno.ENOMEM
+
+
+@linux
+def test_a_kernel_that_cannot_touch_ahead_still_gives_every_page_at_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mmap, "mmap", OldKernel)
+    arena = Arena(4 * MIB + 8192)
+    assert mapped_nbytes(arena) >= 4 * MIB + 8192
+    arena.release_tail(2 * MIB + 8192)
+    assert mapped_nbytes(arena) < 3 * MIB
+    arena.restore_tail()
+    assert mapped_nbytes(arena) >= 4 * MIB + 8192
+    arena.close()
+
+
+@linux
+def test_memory_that_is_not_there_when_touched_is_one_clear_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mmap, "mmap", FullKernel)
+    before = resident_nbytes()
+    with pytest.raises(ArenaError, match=r"no 4194304 bytes of memory left .* smaller cap"):
+        Arena(4 * MIB)
+    assert resident_nbytes() - before < MIB
+
+
+def test_where_the_system_says_nothing_of_huge_pages_the_figure_is_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def nothing(*args: object, **options: object) -> None:
+        raise FileNotFoundError
+
+    arena = Arena(MIB)
+    monkeypatch.setattr("builtins.open", nothing)
+    assert arena.huge_nbytes() is None
+    arena.close()
 
 
 @linux

@@ -185,6 +185,7 @@ void Experts::start(float* x, const float* normed, const int32_t* experts, const
     tokens_ = tokens;
     added_ = 0;
     last_expert_ = -1;
+    scaled_ready_ = false;
     sort_pairs();
     active_ = true;
 }
@@ -210,7 +211,8 @@ void Experts::prepare_rows(int64_t begin, int64_t end) {
         kernels().row_sums(normed_ + row * hidden, hidden, sums_ + row * groups);
         std::memset(acc_ + row * hidden, 0, static_cast<size_t>(hidden) * sizeof(float));
     }
-    scaled_ready_ = tokens_ == 1 && scale_inputs(routed_.gate.kind, normed_, hidden, scaled_);
+    // Not written for several rows, which several threads prepare.
+    if (tokens_ == 1) scaled_ready_ = scale_inputs(routed_.gate.kind, normed_, hidden, scaled_);
 }
 
 void Experts::clear_tiles() {
