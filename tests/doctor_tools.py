@@ -50,7 +50,7 @@ HEALTHY = Facts(
         speeds=(ReadSpeed(65536, True, 2 * GIB), ReadSpeed(65536, False, GIB)),
     ),
     backends=(
-        BackendFact("mlx", "not part of this version", None),
+        BackendFact("mlx", "the mlx backend needs MLX", None),
         BackendFact("native", None, None),
         BackendFact("reference", None, None),
     ),

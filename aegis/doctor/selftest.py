@@ -23,6 +23,7 @@ from aegis.doctor.goldens import GOLDENS, Golden, load_goldens
 from aegis.doctor.processor import native_isas
 from aegis.doctor.shelter import deferred_signals, temporary_folder
 from aegis.engine.limits import memory_limits
+from aegis.engine.numbers import device_of
 from aegis.engine.planning import (
     backend_layout,
     choose_backend,
@@ -56,6 +57,7 @@ class Run:
     steps: int
     decode: bool
     """Token by token, as in a run; else all steps of a prompt in one pass."""
+    activations: str = "f32"
 
 
 @dataclass(frozen=True)
@@ -125,26 +127,32 @@ def _run_all(
     goldens: Sequence[Golden],
     on_result: Callable[[RunResult], None],
 ) -> None:
-    first: Mapping[str, Any] | None = None
+    firsts: dict[str, Mapping[str, Any]] = {}
     for run in runs:
         begin = time.perf_counter()
         answer = compute(run, store)
         seconds = time.perf_counter() - begin
         # numpy's sums differ between numbers of rows: only its distance to the goldens counts.
         exact = run.backend != "reference"
-        result = check(answer, goldens[: run.prompts], run.steps, first if exact else None)
+        result = check(
+            answer,
+            goldens[: run.prompts],
+            run.steps,
+            firsts.get(run.activations) if exact else None,
+            rounded=run.activations != "f32",
+        )
         result = replace(
             result,
             backend=run.backend,
-            isa=run.isa,
+            isa=run.activations if run.backend == "mlx" else run.isa,
             cap_nbytes=run.cap_nbytes,
             seconds=seconds,
         )
         if exact and result.peak_nbytes > run.cap_nbytes:
             over = f"the process took {result.peak_nbytes}B, above its cap of {run.cap_nbytes}B"
             result.failures.append(over)
-        if first is None and "error" not in answer:
-            first = answer
+        if "error" not in answer:
+            firsts.setdefault(run.activations, answer)
         done.results.append(result)
         on_result(result)
 
@@ -160,6 +168,8 @@ def plan_runs(
         needed, found = format_size(low - there), format_size(room - there)
         reason = f"it needs {needed} of memory, but {found} are free"
         return [], [Skipped(backend, reason)]
+    if backend == "mlx":
+        return _mlx_runs(low, room, prompts, steps), []
     if backend != "native":
         return [Run(backend, None, room, prompts, min(steps, PASS_STEPS), False)], []
     runs = [_native_run(isa, low, prompts, steps) for isa in native_isas()[1]]
@@ -177,6 +187,15 @@ def _native_run(isa: str, cap_nbytes: int, prompts: int, steps: int) -> Run:
     return Run("native", isa, cap_nbytes, prompts, steps, True)
 
 
+def _mlx_runs(low: int, room: int, prompts: int, steps: int) -> list[Run]:
+    """In float32 at two caps, and in the numbers that a GPU computes in unless told otherwise."""
+    if device_of("mlx") == "cpu":
+        prompts, steps = 1, min(steps, SHORT_STEPS)
+    exact = Run("mlx", None, room, prompts, steps, True)
+    runs = [exact, replace(exact, cap_nbytes=low)]
+    return runs if device_of("mlx") == "cpu" else [*runs, replace(exact, activations="auto")]
+
+
 def _caps(backend: str, store: Path) -> tuple[int, int, int]:
     """The smallest cap that opens a store, the one that holds all its experts, what is there.
 
@@ -185,7 +204,8 @@ def _caps(backend: str, store: Path) -> tuple[int, int, int]:
     layout = store_layout(store, backend)
     plans = []
     for cap_nbytes in (1, 1 << 60):
-        settings = settings_for(cap_nbytes, {"backend": backend, "context": CONTEXT})
+        options = {"backend": backend, "context": CONTEXT, "activations": "f32"}
+        settings = settings_for(cap_nbytes, options)
         plans.append(request_plan(resolve(store, layout, settings, backend)))
     smallest = plans[0].min_cap_nbytes
     everything = max(smallest, plans[1].total_nbytes)

@@ -33,7 +33,7 @@ def compute(request: Mapping[str, Any]) -> dict[str, Any]:
     from aegis.engine.memory import peak_nbytes
 
     goldens = load_goldens(Path(request["goldens"]))[: request["prompts"]]
-    options = {name: request[name] for name in ("backend", "context")}
+    options = {name: request[name] for name in ("backend", "context", "activations")}
     with Engine.open(request["store"], cap=request["cap_nbytes"], **options) as engine:
         rows = _decoded if request["decode"] else _scored
         cases = [

@@ -30,6 +30,7 @@ from aegis.doctor.worker import answer
 from aegis.engine.limits import MemoryLimits
 from aegis.errors import AegisError, BackendError
 from aegis.kernels import registry
+from aegis.kernels.mlx import probe
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
@@ -388,9 +389,34 @@ def test_where_nothing_fits_the_selftest_fails_with_the_reason(
     assert done.skipped == [reason]
 
 
-def test_a_backend_that_cannot_run_here_says_why() -> None:
+def test_a_backend_that_cannot_run_here_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "_importable", lambda: False)
     with pytest.raises(BackendError, match="mlx"):
         selftest("mlx")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_mlx_is_tested_in_float32_at_two_caps_and_in_a_gpus_own_numbers(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selftests, "_caps", lambda *_: (100 * MIB, 150 * MIB, 0))
+    monkeypatch.setattr(selftests, "device_of", lambda _: device)
+    runs, skipped = plan_runs("mlx", Path("store"), 4, 24)
+    exact = [("f32", 150 * MIB), ("f32", 100 * MIB)]
+    wanted = exact if device == "cpu" else [*exact, ("auto", 150 * MIB)]
+    assert [(run.activations, run.cap_nbytes) for run in runs] == wanted
+    assert not skipped
+
+
+def test_rounded_activations_may_change_tokens_but_not_lose_numbers(golden: Golden) -> None:
+    other = right(golden, 2)
+    other["cases"][0]["rows"][0]["token"] += 1
+    assert check(other, [golden], 2, None).failures
+    found = check(other, [golden], 2, None, rounded=True)
+    assert not found.failures
+    assert found.tokens_equal == 1
+    other["cases"][0]["rows"][1]["logits"] = [math.nan] * 20
+    assert check(other, [golden], 2, None, rounded=True).failures
 
 
 # Temporary files
