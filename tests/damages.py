@@ -631,6 +631,21 @@ STORE = [
         manifest(lambda data: data.update(format_version=0)),
         "format version 0.*convert the model again",
     ),
+    Case(
+        "version flipped",
+        replace("store.json", b'"format_version":', b'"format_version":1'),
+        r"is damaged \(checksum mismatch\)",
+    ),
+    Case(
+        "version a fraction",
+        manifest(lambda data: data.update(format_version=float(data["format_version"]))),
+        r"format version \d\.0; this aegis reads",
+    ),
+    Case(
+        "config of another model",
+        manifest(lambda data: data["config"].update(vocab_size=600)),
+        "holds embed_tokens with the shape .*convert the model again",
+    ),
     Case("version true", manifest(lambda data: data.update(format_version=True)), "version True"),
     Case("experts 10^12", manifest(lambda data: data.update(num_experts=10**12)), "is damaged"),
     Case("no layers", manifest(lambda data: data.update(moe_layers=[])), "is damaged"),

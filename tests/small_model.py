@@ -15,7 +15,8 @@ from aegis.kernels import registry
 CONTEXT = 64
 IDS = [5, 90, 411, 7, 300, 22, 64, 8, 129, 77]
 SMALL = Choices(num_hidden_layers=3, num_experts=8, bits=(4, 8))
-PLENTY = "300MiB"
+PLENTY = "300MiB" if registry.reason("native") is None else "1GiB"
+"""Every expert of a model of the tests in memory; what numpy dequantises is planned too."""
 MIB = 1 << 20
 
 needs_native = pytest.mark.skipif(

@@ -87,6 +87,7 @@ def _converted(
     from aegis.checkpoint.store import is_store
     from aegis.convert.cache import cached_store_path
     from aegis.convert.convert import convert
+    from aegis.convert.layout import layout_of_checkpoint
     from aegis.convert.three_bit import add_3bit
     from aegis.text.tokenizer import Tokenizer
 
@@ -96,6 +97,7 @@ def _converted(
         return add_3bit(folder, bar)
     in_cache = destination is None
     checkpoint = Checkpoint.open(folder)
+    layout_of_checkpoint(checkpoint, layout)
     # A store without a tokenizer that works could not be run: refused before anything is written.
     Tokenizer.open(folder)
     target = destination or cached_store_path(checkpoint, layout)

@@ -74,8 +74,9 @@ def _stored(weight: SourceWeight, layout: Layout) -> Format:
 
 def _common_format(part: str, formats: Iterable[Format]) -> Format:
     """One format for a matrix of every expert: the widest codes, which hold all others exactly."""
-    widest = max(formats, key=lambda fmt: fmt.bits)
-    for fmt in formats:
+    ordered = sorted(formats, key=lambda fmt: (fmt.bits, fmt.kind, fmt.dtype))
+    widest = ordered[-1]
+    for fmt in ordered:
         if (fmt.kind, fmt.dtype, fmt.group_size) != (widest.kind, widest.dtype, widest.group_size):
             raise CheckpointError(
                 f"the experts' {part} is {fmt.kind} {fmt.dtype} in one place and {widest.kind}"

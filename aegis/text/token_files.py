@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aegis.checkpoint.plainfile import FileDamageError, read_object
+from aegis.checkpoint.plainfile import FileDamageError, read_object, shown, shown_name
 from aegis.errors import TokenizerError
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class TokenFiles:
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise TokenizerError(
                 f"{folder / 'tokenizer_config.json'} lists added tokens that cannot be read "
-                f"({error!r}); download it again"
+                f"({type(error).__name__}: {shown_name(str(error))}); download it again"
             ) from error
         return files
 
@@ -142,7 +142,7 @@ def _spec(value: Any, name: str) -> _Spec:
         return _Spec(value["content"], _flags(value))
     if isinstance(value, str):
         return _Spec(value)
-    raise TypeError(f"{name} must be a string, got {value!r}")
+    raise TypeError(f"{shown_name(name)} must be a string, got {shown(value)}")
 
 
 def _flags(entry: Mapping[str, Any]) -> dict[str, bool]:
@@ -151,7 +151,7 @@ def _flags(entry: Mapping[str, Any]) -> dict[str, bool]:
 
 def _list(value: Any) -> list[Any]:
     if not isinstance(value, list):
-        raise TypeError(f"additional_special_tokens must be a list, got {value!r}")
+        raise TypeError(f"additional_special_tokens must be a list, got {shown(value)}")
     return value
 
 
@@ -178,7 +178,9 @@ def eos_ids(config: Mapping[str, Any]) -> frozenset[int]:
             if isinstance(token_id, int) and not isinstance(token_id, bool):
                 found.add(token_id)
             elif token_id is not None:
-                raise TokenizerError(f"eos_token_id must be a token id or a list, got {value!r}")
+                raise TokenizerError(
+                    f"eos_token_id must be a token id or a list, got {shown(value)}"
+                )
     return frozenset(found)
 
 

@@ -63,6 +63,8 @@ def test_other_spellings_are_normalised() -> None:
 def test_a_config_without_model_type_is_refused() -> None:
     with pytest.raises(CheckpointError, match="lacks model_type"):
         ModelConfig({})
+    with pytest.raises(CheckpointError, match="model_type to 7; expected a string"):
+        ModelConfig({"model_type": 7})
 
 
 @pytest.mark.parametrize("key", ["quantization", "quantization_config"])

@@ -208,6 +208,10 @@ def edit_experts(**keys: object) -> Callable[[Path], object]:
         (manifest(lambda d: d["config"].pop("model_type")), "lacks model_type"),
         (manifest(lambda d: d.update(moe_layers=[1, 0])), "not in order"),
         (edit_experts(crc32=[[1]]), "lacks checksums"),
+        (
+            manifest(lambda d: (d.update(moe_layers=[]), d["experts"].update(crc32=[]))),
+            "not in order",
+        ),
         (edit_experts(stride=4096), "do not follow"),
         (
             manifest(lambda d: d["experts"]["segments"]["up_proj"].update(shape=[2, 64, 64])),

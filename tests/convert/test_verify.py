@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from stores import flip_bit
 from strategies import write_checkpoint
 
 from aegis.checkpoint.fileio import UncachedReader
+from aegis.checkpoint.layout import ExpertBits
 from aegis.checkpoint.store import Store
 from aegis.convert.convert import convert
 from aegis.convert.verify import verify
@@ -140,6 +142,18 @@ def test_any_flipped_bit_is_found_and_named(pristine: Path, data: st.DataObject)
             Store.open(pristine, check_sizes=False)
     finally:
         flip_bit(file, offset)
+
+
+def test_checksums_are_those_of_the_records(store: Store) -> None:
+    kinds: list[ExpertBits] = ["4bit", "3bit"]
+    for kind in kinds:
+        stride = store.layout.geometry(kind).stride
+        for path, expected in zip(
+            store.expert_paths(kind), store.expert_checksums(kind), strict=True
+        ):
+            data = path.read_bytes()
+            found = [zlib.crc32(data[at : at + stride]) for at in range(0, len(data), stride)]
+            assert tuple(found) == expected
 
 
 def test_all_that_is_wrong_is_named_at_once(store: Store) -> None:

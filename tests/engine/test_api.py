@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_model import PLENTY
 
 import aegis
 from aegis import Engine, GenerationResponse, generate, load, stream_generate
@@ -40,7 +41,7 @@ def loaded(cache: Path) -> Iterator[Loaded]:
 @pytest.fixture(scope="module")
 def chat(cache: Path) -> Iterator[Loaded]:
     """The embedded model, which has a chat template."""
-    model, tokenizer = load(cap="300MiB", context=256)
+    model, tokenizer = load(cap=PLENTY, context=256)
     with model:
         yield model, tokenizer
 
@@ -208,7 +209,7 @@ def test_planning_converts_and_writes_nothing(
     monkeypatch.setenv("AEGIS_CACHE", str(tmp_path / "none"))
     assert aegis.plan(CHECKPOINT, cap="300MiB").feasible
     assert not aegis.plan(CHECKPOINT, cap="1MiB").feasible
-    assert aegis.plan(cap="300MiB", context=512).feasible
+    assert aegis.plan(cap=PLENTY, context=512).feasible
     assert not (tmp_path / "none").exists()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import cgroup
 import pytest
+from small_model import needs_native
 
 from aegis.text.tokenizer import Tokenizer
 
@@ -22,6 +23,8 @@ PROMPT_TOKENS = 700
 GENERATED = 200
 FAULTS_AFTER_FIRST_TOKEN = 50
 """Pages, of some 35,000 that a run at the smallest cap touches."""
+
+pytestmark = needs_native
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ def test_a_container_that_sees_its_own_group_at_the_top(limits: Tree) -> None:
     deeper = {"proc/self/cgroup": "4:memory:/docker/abc/job\n"}
     found = limits(named | deeper | group1("job", GIB // 4))
     assert [group.limit for group in found.groups] == [GIB // 4, GIB]
-    elsewhere = {"proc/self/cgroup": "4:memory:/docker/xyz\n"}
+    elsewhere = {"proc/self/cgroup": "4:memory:/docker/xyz/job\n"}
     assert limits(named | elsewhere | group1("", GIB // 2)).container_limit == GIB // 2
 
 

@@ -8,12 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from small_model import needs_native
 from stores import cached_nbytes
 
 from aegis import Engine
 from aegis.checkpoint.store import Store
 
 MIB = 1 << 20
+
+pytestmark = needs_native
 
 # A process of its own: nothing but the engine reads between the two looks at the counter. One run
 # before the first look brings in every page of code.

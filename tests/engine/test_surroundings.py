@@ -8,6 +8,7 @@ from pathlib import Path
 
 import cgroup
 import pytest
+from small_model import needs_native
 
 import aegis
 from aegis import Engine
@@ -74,6 +75,7 @@ def test_memory_that_this_process_holds_already_counts_as_free(
 COMMAND = [sys.executable, "-P", "-m", "aegis"]
 
 
+@needs_native
 @pytest.mark.parametrize("verb", ["plan", "run"])
 def test_a_real_container_is_known_to_the_command_line(verb: str) -> None:
     cgroup.require()
@@ -85,6 +87,7 @@ def test_a_real_container_is_known_to_the_command_line(verb: str) -> None:
     assert "use a cap of at most" in last
 
 
+@needs_native
 def test_a_real_container_that_is_large_enough_is_only_a_warning() -> None:
     cgroup.require()
     done = cgroup.run([*COMMAND, "plan", "--cap", "1GiB", "-c", "512"], 500 * MIB, cold=False)

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_model import needs_native
 
 from aegis import Engine
 
 NOISE = 0.02
 CAPS = 6
+
+pytestmark = needs_native
 
 
 @pytest.fixture(scope="module")
