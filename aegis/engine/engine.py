@@ -132,8 +132,9 @@ class Engine:
 
     @property
     def arena_nbytes(self) -> int:
-        """Size of the one region that holds weights, caches, scratch and slots."""
-        return self._opened.arena.nbytes
+        """What holds weights, caches, scratch and slots: one region, or the backend's own memory."""
+        own = self._opened.backend.memory
+        return self._opened.arena.nbytes + (0 if own is None else sum(own.measured().values()))
 
     @property
     def name(self) -> str:
