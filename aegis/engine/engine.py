@@ -353,6 +353,7 @@ class Engine:
         """Compute ids[start:] in chunks; yields (hidden [T, H], absolute position of its first)."""
         self._guarded(self._begin_prompt)
         self._look.drop()
+        self._opened.forward.count()
         del self._cached[start:]
         step, tiers = self.plan.prefill_step, self._opened.tiers
         if len(ids) - start == 1:

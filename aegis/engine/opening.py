@@ -228,9 +228,9 @@ def _allocate(
         reason=request.storage.reason,
     )
     undo.callback(files.close)
-    runtime_nbytes = memory.resident_nbytes()
     backend = registry.create(request.backend, request.threads, request.numbers)
     undo.callback(backend.close)
+    runtime_nbytes = memory.resident_nbytes()
     arena = Arena(_arena_nbytes(plan, backend.owned))
     undo.callback(arena.close)
     on_disk = plan.embedding == "disk"

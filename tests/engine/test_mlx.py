@@ -154,20 +154,37 @@ def _fill(engine: Engine) -> None:
     assert all(engine._opened.tiers.table(layer) is not None for layer in layers)
 
 
-def test_a_token_ahead_that_nobody_wants_changes_and_counts_nothing(row_store: Store) -> None:
+def test_a_token_ahead_that_nobody_wants_changes_nothing(row_store: Store) -> None:
     with Engine.open(row_store.path, cap=PLENTY, **mlx_options("f32")) as engine:
         _fill(engine)
         expected = list(engine.generate(IDS, 8, ignore_eos=True))
-        engine.stats.reset()
+        engine.feed(IDS[:-1])
+        hidden = [engine.feed_token(token) for token in (IDS[-1], 77)]
+        wanted = engine.logits(hidden[1])[0].tobytes()
         tokens = engine.generate(IDS, 8, ignore_eos=True)
-        # The prompt is cached but for its last token; the next ones are computed on demand.
-        assert [next(tokens) for _ in range(3)] == expected[:3]
-        counted = engine.stats.totals("decode")
-        assert counted.hits >= 3 * SMALL.num_hidden_layers * TOP_K
+        assert next(tokens) == expected[0] != 77
+        assert engine.logits(engine.feed([*IDS, 77]))[0].tobytes() == wanted
         other = engine.score(IDS[::-1])[0].tobytes()
-        assert list(tokens) == expected[3:]
+        assert list(tokens) == expected[1:]
         assert engine.score(IDS[::-1])[0].tobytes() == other
-        assert engine.stats.totals("decode").misses == 0
+
+
+def test_choices_are_counted_though_nobody_waited_for_them(row_store: Store) -> None:
+    with Engine.open(row_store.path, cap=PLENTY, **mlx_options("f32")) as engine:
+        _fill(engine)
+        for count in (1, 2, 24):
+            engine.feed([3])
+            engine.stats.reset()
+            assert len(list(engine.generate(IDS, count, ignore_eos=True))) == count
+            counted = engine.stats.totals("decode")
+            assert counted.hits == counted.choices == (count - 1) * SMALL.num_hidden_layers * TOP_K
+        engine.feed([3])
+        engine.stats.reset()
+        tokens = engine.generate(IDS, 9, ignore_eos=True)
+        assert len([next(tokens) for _ in range(3)]) == 3
+        engine.feed([3, 4])
+        layers = SMALL.num_hidden_layers
+        assert engine.stats.totals("decode").choices == 2 * layers * TOP_K, "not the one ahead"
 
 
 def test_a_choice_without_a_finite_logit_is_refused_as_on_other_backends(
