@@ -132,7 +132,7 @@ class Engine:
 
     @property
     def arena_nbytes(self) -> int:
-        """What holds weights, caches, scratch and slots: one region, or the backend's own memory."""
+        """What holds weights, caches, scratch and slots: a region, or the backend's own memory."""
         own = self._opened.backend.memory
         return self._opened.arena.nbytes + (0 if own is None else sum(own.measured().values()))
 

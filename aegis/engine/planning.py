@@ -23,7 +23,7 @@ from aegis.engine.numbers import (
 )
 from aegis.errors import BackendError, UsageError
 from aegis.kernels import registry
-from aegis.kernels.base import BackendUnavailableError, WorkspaceSpec
+from aegis.kernels.base import BackendUnavailableError, SlotPart, WorkspaceSpec
 from aegis.kernels.sizes import align_up
 from aegis.kernels.threads import default_threads, usable_processors
 from aegis.models import check_layout, family
@@ -276,7 +276,7 @@ def _plan_request(request: Request) -> PlanRequest:
         prefill_step=None if settings.prefill_step is None else steps[-1],
         max_slots=settings.max_slots,
         logits_nbytes=logits,
-        io_nbytes=IO_NBYTES,
+        io_nbytes=IO_NBYTES + _bounced_nbytes(request),
         page_cache_nbytes=_page_cache_nbytes(request),
         store_nbytes=store_nbytes,
         reserve_nbytes=_reserve_nbytes(request),
@@ -289,6 +289,21 @@ def _store_nbytes(request: Request) -> int:
     layout, kinds = request.layout, {"4bit", request.settings.experts}
     experts = sum(layout.experts_nbytes(kind) for kind in kinds)
     return layout.resident_file_nbytes + experts + align_up(request.tokenizer_nbytes, _ROW_ALIGN)
+
+
+def _bounced_nbytes(request: Request) -> int:
+    """Buffers of readers for what cannot be read into slots in parts."""
+    if request.backend != "mlx":
+        return 0
+    from aegis.kernels.mlx.sizes import segment_ranges
+    from aegis.tiers.scatter import Scatter
+    from aegis.tiers.staging import RUN_NBYTES
+
+    geometry = request.layout.geometry(request.settings.experts)
+    ranges = [place for part in geometry.segments.values() for place in segment_ranges(part)]
+    parts = [SlotPart(place.offset, place.nbytes, 0, place.nbytes) for place in ranges]
+    run = max(1, RUN_NBYTES // geometry.stride)
+    return request.settings.io_threads * run * Scatter(parts, geometry.stride).bounce_nbytes
 
 
 def _page_cache_nbytes(request: Request) -> int:
