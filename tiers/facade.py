@@ -71,8 +71,11 @@ class ExpertTiers:
         self._start(pool or self._open_pool())
 
     def _open_pool(self) -> ReadPool:
-        scatter = Scatter(self.slots.parts, self.files.stride) if self.slots.parts else None
-        return open_read_pool(self._io_threads, self.files.mode == "buffered", scatter)
+        drop_cache = self.files.mode == "buffered"
+        if not self.slots.parts:
+            return open_read_pool(self._io_threads, drop_cache=drop_cache)
+        scatter = Scatter(self.slots.parts, self.files.stride)
+        return open_read_pool(self._io_threads, drop_cache, scatter)
 
     def _start(self, pool: ReadPool) -> None:
         """Begin in decode with nothing in flight."""
