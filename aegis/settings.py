@@ -51,7 +51,7 @@ class RuntimeFigures:
     """While loading, before anything else of the plan exists."""
 
 
-_RUNTIME_MIB = {"native": 46, "reference": 50, "mlx-cpu": 72, "mlx-metal": 120, "mlx-cuda": 900}
+_RUNTIME_MIB = {"native": 46, "reference": 50, "mlx-cpu": 72, "mlx-metal": 120, "mlx-cuda": 1800}
 """Interpreter and libraries, measured with tools/calibrate_runtime.py and rounded up."""
 
 

@@ -130,7 +130,9 @@ class ReadQueue:
                 if got < stride or index in damaged:
                     self._fail(slot, got)
                 else:
-                    self.files.note_intact(layer_index, expert + index)
+                    # Scattered reads have been seen that were incomplete: all are checked.
+                    if not self.slots.parts:
+                        self.files.note_intact(layer_index, expert + index)
                     self.slots.arrive(slot)
                 got = got if got < 0 else max(0, got - stride)
 

@@ -29,6 +29,9 @@ UNCHECKED = -1
 """In place of a checksum: do not check."""
 
 _SWITCH_INTERVAL_S = 1e-4
+_READ_AGAIN = 2
+"""How often a scattered read with a wrong checksum is repeated before the record counts as damaged;
+see Scatter."""
 
 
 class ReadPool(Protocol):
@@ -325,6 +328,14 @@ class PythonReadPool:
                 self._ended.notify_all()
 
     def _perform(self, job: _Job) -> int:
+        got = self._read_once(job)
+        for _ in range(_READ_AGAIN if self._scatter is not None else 0):
+            if not job.damaged:
+                break
+            got = self._read_once(job)
+        return got
+
+    def _read_once(self, job: _Job) -> int:
         records, copies = self._places(job)
         got = self._fill(job, [view for views in records for view in views])
         if got < 0:

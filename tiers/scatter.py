@@ -15,6 +15,9 @@ from typing import NamedTuple
 from aegis.kernels.base import SlotPart
 from aegis.kernels.sizes import RECORD_ALIGN
 
+RUN_NBYTES = 2 << 20
+"""Records that follow each other in a file are read together up to so many bytes."""
+
 
 class _Range(NamedTuple):
     """Bytes of a record that are read to one place: a part's, or (None) the bounce buffer."""
@@ -50,6 +53,7 @@ class Scatter:
                 waiting.append(part)
         self._bounce(at, nbytes, waiting)
         self._own = threading.local()
+        self._usual_nbytes = max(1, RUN_NBYTES // nbytes) * self.bounce_nbytes
 
     def _bounce(self, begin: int, end: int, parts: Sequence[SlotPart]) -> None:
         """Bytes ``begin`` to ``end`` of a record, with the parts in them, are bounced."""
@@ -87,12 +91,19 @@ class Scatter:
             ctypes.memmove(target, source, nbytes)
 
     def _buffer(self, nbytes: int) -> int:
-        """The address of this thread's buffer, which has at least so many bytes."""
+        """The address of this thread's buffer, which has at least so many bytes.
+
+        It is made large enough for the longest usual run at once, and touched before the first
+        read, as the arena is: where a GPU's driver had a hand in the process's memory, the first
+        reads into a buffer that had just been made larger were not all there when they had ended.
+        """
         held: mmap.mmap | None = getattr(self._own, "buffer", None)
         if held is None or len(held) < nbytes:
-            size = max(nbytes, mmap.PAGESIZE)
+            size = max(nbytes, self._usual_nbytes, mmap.PAGESIZE)
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             self._own.buffer = held = mmap.mmap(-1, size, flags=flags)
+            for page in range(0, size, mmap.PAGESIZE):
+                held[page] = 0
         return ctypes.addressof(ctypes.c_char.from_buffer(held))
 
 

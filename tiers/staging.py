@@ -17,10 +17,8 @@ from numpy.typing import NDArray
 from aegis.tiers.errors import ReadError, SlotError
 from aegis.tiers.hot_tier import HotTier
 from aegis.tiers.prefetch import ReadQueue
+from aegis.tiers.scatter import RUN_NBYTES
 from aegis.tiers.slots import NOWHERE, RESIDENT
-
-RUN_NBYTES = 2 << 20
-"""Experts that follow each other in the file are read together up to so many bytes."""
 
 Batch = tuple[NDArray[np.int32], NDArray[np.int32]]
 """(experts ascending, the slot of each), both int32 of equal length."""

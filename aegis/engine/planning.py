@@ -296,8 +296,7 @@ def _bounced_nbytes(request: Request) -> int:
     if request.backend != "mlx":
         return 0
     from aegis.kernels.mlx.sizes import segment_ranges
-    from aegis.tiers.scatter import Scatter
-    from aegis.tiers.staging import RUN_NBYTES
+    from aegis.tiers.scatter import RUN_NBYTES, Scatter
 
     geometry = request.layout.geometry(request.settings.experts)
     ranges = [place for part in geometry.segments.values() for place in segment_ranges(part)]

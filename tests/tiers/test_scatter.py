@@ -130,6 +130,32 @@ def test_short_reads_go_on_where_they_ended(tmp_path: Path) -> None:
     assert pools.read(2, len(record)) == padded(record, pools.parts)
 
 
+def test_a_scattered_read_that_was_not_all_there_is_repeated(tmp_path: Path) -> None:
+    pools = Pools([(0, PAGE), (PAGE, 100)])
+    record = random.Random(2).randbytes(2 * PAGE)
+    path = tmp_path / "record"
+    path.write_bytes(record)
+    calls = []
+
+    def late(fd: int, views: list[memoryview], offset: int) -> int:
+        got = os.preadv(fd, views, offset)
+        calls.append(offset)
+        if len(calls) == 1:
+            views[-1][50:60] = bytes(10)
+        return got
+
+    fd = os.open(path, os.O_RDONLY)
+    pool = PythonReadPool(1, read=late, scatter=Scatter(pools.parts, len(record)))
+    ticket = pool.submit(fd, 0, len(record), 1, True, zlib.crc32(record))
+    pool.wait(ticket)
+    assert pool.damaged(ticket) == []
+    assert pool.result(ticket) == len(record)
+    pool.close()
+    os.close(fd)
+    assert len(calls) == 2
+    assert pools.read(1, len(record)) == padded(record, pools.parts)
+
+
 def tiers_of(folder: Path, pools: Pools, stride: int, settle: Callable[[], None]) -> ExpertTiers:
     """Two layers of three experts over slots in parts."""
     paths = []
