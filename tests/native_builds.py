@@ -38,7 +38,7 @@ class Build:
         return lines
 
 
-def build(folder: Path, target: str | None = None, **options: str) -> None:
+def build(folder: Path, *targets: str, **options: str) -> None:
     """Configure and build; what the compiler warns of fails the test."""
     cmake = _tool("cmake", "g++" if "CMAKE_CXX_COMPILER" not in options else CROSS_COMPILER)
     defines = {"AEGIS_MODULE": "OFF", "AEGIS_DRIVERS": "ON", "CMAKE_CXX_FLAGS": "-Werror"} | options
@@ -46,7 +46,7 @@ def build(folder: Path, target: str | None = None, **options: str) -> None:
     for command in (
         setup + [f"-D{name}={value}" for name, value in defines.items()],
         [cmake, "--build", str(folder), "--parallel", str(os.cpu_count())]
-        + (["--target", target] if target else []),
+        + (["--target", *targets] if targets else []),
     ):
         done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
         assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"

@@ -55,8 +55,8 @@ def open_uncached(path: Path, flags: int) -> tuple[int, bool]:
 
 
 def leave_direct(fd: int) -> None:
-    """Go on through the page cache: for file systems that accept the flag and refuse a read or
-    write, and behind a short one, since direct ones begin and end on whole pages."""
+    """Go on through the page cache: where the flag is taken and a read or write is refused, and
+    behind one that came short, since direct ones begin and end on whole pages."""
     import fcntl
 
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~getattr(os, "O_DIRECT", 0))
@@ -126,8 +126,6 @@ class UncachedReader:
         self._end = start + filled
 
     def _read(self, out: U8, offset: int) -> int:
-        if self._direct and offset % ALIGN:
-            self._leave_direct()
         try:
             return os.preadv(self._fd, [out.data], offset)
         except OSError as error:
@@ -191,8 +189,6 @@ class UncachedWriter:
     def _flush(self) -> None:
         view = self._buffer[: self._fill].data
         while view:
-            if self._direct and self._on_disk % ALIGN:
-                self._leave_direct()
             try:
                 count = os.pwrite(self._fd, view, self._on_disk)
             except OSError as error:

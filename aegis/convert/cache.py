@@ -92,12 +92,10 @@ def ensure_store(
     target = cached_store_path(path, layout)
     try:
         store = Store.open(target)
-    except StoreError as error:
+    except StoreError:
         from aegis.convert.build import prepare_parent
-        from aegis.convert.convert import convert, is_damage
+        from aegis.convert.convert import convert
 
-        if os.path.isdir(target) and not is_damage(error):
-            raise
         prepare_parent(target, "set AEGIS_CACHE to a folder that can be")
         return convert(path, target, layout=layout, progress=progress, replace_damaged=True)
     _clean_up(target)

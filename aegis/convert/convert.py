@@ -94,7 +94,7 @@ def convert(
     return found
 
 
-def is_damage(error: StoreError) -> bool:
+def _is_damage(error: StoreError) -> bool:
     """Whether it is the store that is wrong, rather than a process that may not read it now."""
     cause: BaseException | None = error
     while cause is not None:
@@ -115,7 +115,7 @@ def _existing(target: Path, layout: Layout, identity: str, replace_damaged: bool
     try:
         store = Store.open(target)
     except StoreError as error:
-        if not is_damage(error):
+        if not _is_damage(error):
             raise
         if replace_damaged:
             return None

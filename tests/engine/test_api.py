@@ -241,12 +241,12 @@ def test_a_prompt_far_too_long_is_refused_before_it_is_encoded(
     chat: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, tokenizer = chat
-    longest = 0
+    longest = total = 0
     encode = Tokenizer.encode
 
     def measured(self: Tokenizer, text: str, **options: Any) -> list[int]:
-        nonlocal longest
-        longest = max(longest, len(text))
+        nonlocal longest, total
+        longest, total = max(longest, len(text)), total + len(text)
         return encode(self, text, **options)
 
     monkeypatch.setattr(Tokenizer, "encode", measured)
@@ -260,6 +260,7 @@ def test_a_prompt_far_too_long_is_refused_before_it_is_encoded(
         with pytest.raises(UsageError, match=r"about \d+ tokens do not fit the context of 256"):
             generate(model, tokenizer, prompt, max_tokens=1)
     assert longest <= 1 << 14
+    assert total < len(LONG)
 
 
 @pytest.mark.parametrize("many", [257, 10_000_000])

@@ -331,6 +331,15 @@ def test_a_limit_that_appears_or_changes_while_running_counts_from_the_next_prom
     assert scene.governor.room() == 100 * MIB
 
 
+def test_limits_are_read_once_a_second_at_most(scene: Scene) -> None:
+    calls = []
+    scene.governor._limits = lambda: calls.append(1) or NO_LIMITS()  # type: ignore[func-returns-value]
+    for _ in range(50):
+        scene.clock.now += 0.1
+        scene.governor.read_limits()
+    assert 4 <= len(calls) <= 6
+
+
 def test_a_group_whose_usage_cannot_be_read_is_left_out(scene: Scene, tmp_path: Path) -> None:
     gone = MemoryGroup(1, tmp_path / "memory.limit_in_bytes", MIB, MIB, 0)
     scene.governor._limits = lambda: MemoryLimits(None, None, None, (gone,))
@@ -426,7 +435,10 @@ def test_what_is_given_back_is_counted_and_shown(store: Store) -> None:
         assert before["slots"] is not None
         assert after["slots"] == before["slots"] - min(nbytes, before["slots"])
         assert engine.stats.as_dict()["given_back"]["nbytes"] == nbytes
-        tiers.retake_nbytes(nbytes)
+        tiers.release_slots(1)
+        assert given.times == 1 + (given.nbytes > nbytes)
+        tiers.retake_nbytes(given.nbytes)
+        assert given.times <= 2
         engine.stats.reset()
         given = engine.stats.given_back
         assert (given.slots, given.nbytes, given.most_nbytes, given.times) == (0, 0, 0, 0)
@@ -449,6 +461,22 @@ def test_every_prompt_reads_the_limits_anew_and_sees_a_container_that_became_tig
         governor._limits_due = 0.0
         assert list(engine.generate(IDS, 6, ignore_eos=True)) == expected
         assert engine.stats.given_back.nbytes == 0
+
+
+def test_what_the_governor_gave_back_is_no_room_for_logits(store: Store) -> None:
+    with open_small(store) as engine:
+        room = engine._room
+        before = room._room()
+        engine._opened.tiers.release_nbytes(1)
+        assert engine.stats.given_back.nbytes > 0
+        assert room._room() == before
+        engine._opened.governor._limits_due = engine._opened.governor._due = 0.0
+        # Room that slots gave for an array counts until the array is gone.
+        kept = room.array(before // 2048 + 1, 512)
+        assert room._room() > before
+        del kept
+        room.take_back()
+        assert room._room() == before
 
 
 @needs_native

@@ -98,26 +98,35 @@ def test_whatever_fails_is_a_sentence_and_leaves_nothing(
     assert contents(convert(source, parent / "s").path) == sound
 
 
+@pytest.mark.parametrize("what", ["short", "refused"])
 def test_writes_that_come_short_or_are_refused_directly_go_on(
-    source: Path, sound: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    what: str,
+    source: Path,
+    sound: dict[str, bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A nearly full disk takes a part of what it is given; some refuse direct writes when they see
     one, not when the file is opened."""
-    pwrite, rng = os.pwrite, random.Random(1)
+    pwrite, rng, odd = os.pwrite, random.Random(1), 0
 
     def grudging(fd: int, data: memoryview, offset: int) -> int:
+        nonlocal odd
         direct = getattr(os, "O_DIRECT", 0) & fcntl.fcntl(fd, fcntl.F_GETFL)
-        if direct and (offset % 4096 or rng.random() < 0.1):
+        if direct and (what == "refused" or offset % 4096):
+            odd += 1
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        count = rng.randint(1, len(data)) if not direct or rng.random() < 0.3 else len(data)
-        if count < len(data) and direct:
-            copy = os.dup(fd)
-            fcntl.fcntl(copy, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~direct)
-            os.close(copy)
-        return pwrite(fd, bytes(data[:count]) if not direct else data[:count], offset)
+        if not direct:
+            return pwrite(fd, data[: rng.randint(1, len(data))], offset)
+        plain = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY)
+        try:
+            return pwrite(plain, data[: rng.randint(1, len(data))], offset)
+        finally:
+            os.close(plain)
 
     monkeypatch.setattr(os, "pwrite", grudging)
     assert contents(convert(source, tmp_path / "s", piece_nbytes=64 << 10).path) == sound
+    assert odd or not hasattr(os, "O_DIRECT")
 
 
 def test_a_source_that_comes_in_pieces_is_read_whole(
@@ -155,6 +164,17 @@ def test_a_source_that_cannot_be_read_is_what_is_named(source: Path, tmp_path: P
             with pytest.raises(CheckpointError, match=r"safetensors cannot be read"):
                 convert(source, tmp_path / "parent" / "s")
         assert not (tmp_path / "parent").exists() or not any((tmp_path / "parent").iterdir())
+
+
+def test_a_copied_file_that_cannot_be_read_is_what_is_named(tmp_path: Path) -> None:
+    """Reading a process's first page fails with EIO."""
+    if not Path("/proc/self/mem").exists():
+        pytest.skip("there is no file here that cannot be read")
+    source = write_checkpoint(tmp_path / "m", 5)
+    (source / "generation_config.json").symlink_to("/proc/self/mem")
+    with pytest.raises(CheckpointError, match=r"generation_config\.json cannot be read \(Input"):
+        convert(source, tmp_path / "parent" / "s")
+    assert not any((tmp_path / "parent").iterdir())
 
 
 def test_a_source_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:

@@ -190,7 +190,10 @@ def test_rows_of_a_table_on_disk_may_come_in_pieces(
     def grudging(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         nonlocal calls
         calls += 1
-        return rng.randint(1, read(fd, buffers, offset))
+        count = rng.randint(1, read(fd, buffers, offset))
+        rest = buffers[0][count:]
+        rest[:] = bytes(len(rest))
+        return count
 
     monkeypatch.setattr("aegis.engine.embedding.os.preadv", grudging)
     assert difference(expected, result_of(rows_on_disk, IDS, TOKENS)) == ""

@@ -156,7 +156,7 @@ def use_at_random(tiers: ExpertTiers, memory: SlotReader, setup: Setup, steps: i
                 tiers.end_prefill()
         elif action == "release":
             if rng.random() < 0.5:
-                tiers.release_nbytes(rng.randint(0, setup.num_slots * STRIDE))
+                tiers.release_nbytes(rng.randint(0, 2 * setup.num_slots * STRIDE))
             else:
                 tiers.release_slots(rng.randint(0, setup.num_slots))
             assert memory.slots.capacity >= setup.chosen
@@ -555,4 +555,21 @@ def test_statistics_are_kept_per_layer_and_phase_and_can_be_reset(
         with pytest.raises(ValueError, match="'decode', 'prefill' or None"):
             tiers.stats.totals("both")
     pool.close()
+    memory.arena.close()
+
+
+def test_slots_that_a_token_needs_do_not_go_where_no_range_would_come_of_it(
+    tmp_path: Path,
+) -> None:
+    stride = 1 << 20
+    paths = write_expert_files(tmp_path, 1, 4, stride)
+    memory = SlotReader(4, stride)
+    with (
+        ExpertFiles(paths, stride, stride, 4) as files,
+        ExpertTiers(files, memory.slots, num_experts_per_tok=3, staging_slots=1) as tiers,
+    ):
+        # Three slots reach into the last range of 2 MiB.
+        assert tiers.release_nbytes(1) == 0
+        assert (memory.slots.capacity, memory.arena.released_nbytes) == (4, 0)
+        assert tiers.stats.given_back.times == 0
     memory.arena.close()
