@@ -28,7 +28,7 @@ from fault_tools import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from small_model import IDS, SMALL, open_small
+from small_model import IDS, SMALL, needs_native, open_small
 from tier_fakes import check_slots
 
 from aegis import Engine
@@ -182,6 +182,7 @@ def rows_on_disk(sound_store: Store) -> Iterator[Engine]:
         yield engine
 
 
+@needs_native  # the Python read pool reads by os.preadv too
 def test_rows_of_a_table_on_disk_may_come_in_pieces(
     rows_on_disk: Engine, expected: Result, monkeypatch: pytest.MonkeyPatch
 ) -> None:
