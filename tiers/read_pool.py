@@ -15,7 +15,7 @@ import sys
 import threading
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -142,7 +142,7 @@ class PythonReadPool:
         self._read = read or _preadv
         self._scatter = scatter
         self._drop_cache = drop_cache and hasattr(os, "posix_fadvise")
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._work = threading.Condition(self._lock)
         self._ended = threading.Condition(self._lock)
         self._jobs: dict[int, _Job] = {}
@@ -154,6 +154,7 @@ class PythonReadPool:
         self._pending = 0
         self._threads: list[threading.Thread] = []
         self._start(threads)
+        self._switched = True
         _switch_faster(+1)
 
     def _start(self, threads: int) -> None:
@@ -169,12 +170,18 @@ class PythonReadPool:
                 return
             self._threads.append(thread)
 
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _own_lock(self) -> threading.RLock:
+        """The lock, refused to another process. Not a generator's context: Ctrl-C between its
+        ``yield`` and the block would leave it locked for as long as the traceback lives."""
         if os.getpid() != self._process:
             raise RuntimeError("the read pool was opened by another process, which forked this one")
-        with self._lock:
-            yield
+        return self._lock
+
+    def _unlock_what_was_interrupted(self) -> None:
+        """An exception that struck at the very end of a block can leave this thread the lock."""
+        with contextlib.suppress(RuntimeError):
+            while True:
+                self._lock.release()
 
     def submit(
         self,
@@ -202,7 +209,7 @@ class PythonReadPool:
             raise ValueError(
                 f"{len(checksums)} checksums for {len(addresses)} pieces; give one for each"
             )
-        with self._locked():
+        with self._own_lock():
             if self._closed:
                 raise RuntimeError("the read pool is closed")
             ticket = self._next
@@ -217,7 +224,7 @@ class PythonReadPool:
 
     def promote(self, ticket: int) -> bool:
         """See ReadPool."""
-        with self._locked():
+        with self._own_lock():
             job = self._jobs.get(ticket)
             if job is None or job.started or job.demand:
                 return False
@@ -228,7 +235,7 @@ class PythonReadPool:
 
     def cancel(self, ticket: int) -> bool:
         """See ReadPool."""
-        with self._locked():
+        with self._own_lock():
             job = self._jobs.get(ticket)
             if job is None or job.started:
                 return False
@@ -238,7 +245,7 @@ class PythonReadPool:
 
     def done(self, ticket: int) -> bool:
         """See ReadPool."""
-        with self._locked():
+        with self._own_lock():
             return self._jobs[ticket].result is not None
 
     def wait(self, ticket: int) -> None:
@@ -247,7 +254,7 @@ class PythonReadPool:
 
     def wait_any(self, tickets: Sequence[int], block: bool = True) -> list[int]:
         """See ReadPool."""
-        with self._locked():
+        with self._own_lock():
             while True:
                 ended = [t for t in tickets if self._jobs[t].result is not None]
                 if ended or not block or not tickets:
@@ -256,13 +263,13 @@ class PythonReadPool:
 
     def damaged(self, ticket: int) -> list[int]:
         """See ReadPool."""
-        with self._locked():
+        with self._own_lock():
             self._result_of(ticket)
             return self._jobs[ticket].damaged
 
     def result(self, ticket: int) -> int:
         """See ReadPool."""
-        with self._locked():
+        with self._own_lock():
             result = self._result_of(ticket)
             del self._jobs[ticket]
             return result
@@ -287,9 +294,9 @@ class PythonReadPool:
         """See ReadPool. A forked child leaves everything as it is."""
         if os.getpid() != self._process:
             return
+        self._unlock_what_was_interrupted()
         with self._lock:
-            if self._closed:
-                return
+            # All of it again where a first call was interrupted.
             self._closed = True
             for job in self._jobs.values():
                 if not job.started:
@@ -299,7 +306,9 @@ class PythonReadPool:
             self._ended.notify_all()
         for thread in self._threads:
             thread.join()
-        _switch_faster(-1)
+        if self._switched:
+            self._switched = False
+            _switch_faster(-1)
 
     def _take(self) -> _Job | None:
         """The next job, demands first; None when the pool closes."""

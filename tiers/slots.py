@@ -260,7 +260,8 @@ class SlotPool:
         if arena is None or arena.released_nbytes <= nbytes:
             return gone
         end = arena.range_of(arena.nbytes - arena.released_nbytes + max(nbytes, 0))
-        return max(0, self._before(end) - self.capacity)
+        # With the last slot comes what lies behind it, which would be more than asked for.
+        return max(0, min(self._before(end), self.num_slots - 1) - self.capacity)
 
     def _vacate(self, slot: int) -> None:
         target = self._target_below(slot)

@@ -37,7 +37,7 @@ class LazyGroup(click.Group):
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit codes: 0 done, 1 error, 2 usage, 3 plan does not fit, 4 cap exceeded, "
-    "130 interrupted.",
+    "130 interrupted, 143 terminated (128 + the signal).",
 )
 @click.version_option(package_name="aegis-moe", prog_name="aegis")
 @click.pass_context

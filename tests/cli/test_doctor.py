@@ -76,7 +76,9 @@ def python_path(folder: Path, code: str, env: Mapping[str, str]) -> dict[str, st
     """An environment in which every interpreter runs ``code`` first."""
     folder.mkdir(exist_ok=True)
     (folder / "sitecustomize.py").write_text(code)
-    return {**env, "PYTHONPATH": os.pathsep.join([str(folder), env.get("PYTHONPATH", "")])}
+    # An empty entry would stand for the working folder.
+    places = filter(None, [str(folder), env.get("PYTHONPATH")])
+    return {**env, "PYTHONPATH": os.pathsep.join(places)}
 
 
 def doctor(env: Mapping[str, str], folder: Path, *arguments: str) -> Any:

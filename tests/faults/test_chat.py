@@ -3,6 +3,7 @@ are no text, a disk that fails for one turn, a terminal that goes away."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -81,6 +82,20 @@ class Talk:
         before, _, self.seen = self.seen.partition(text)
         return before + text
 
+    def signal(self, number: int) -> None:
+        """Once it waits for a key: a signal between the prompt and that is seen by the interpreter
+        only when the next one comes."""
+        time.sleep(0.5)
+        self.process.send_signal(number)
+
+    def end(self, number: int) -> int:
+        """The exit code after a signal."""
+        for _ in range(30):
+            self.signal(number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return self.process.wait(1)
+        raise AssertionError(f"still there after 30 signals {number}")
+
     def settings(self) -> list[object]:
         """The terminal's, as the next program finds them."""
         return list(termios.tcgetattr(self._slave))
@@ -107,14 +122,13 @@ def talk(tmp_path: Path) -> Iterator[Talk]:
 def test_a_signal_at_the_prompt_leaves_the_terminal_as_it_was(talk: Talk, number: int) -> None:
     talk.type("one")
     talk.until("> ")
-    talk.process.send_signal(number)
-    assert talk.process.wait(30) == 128 + number
+    assert talk.end(number) == 128 + number
     assert talk.settings() == talk.usual
 
 
 def test_ctrl_c_at_the_prompt_empties_the_line_and_stays(talk: Talk) -> None:
     for _ in range(3):
-        talk.process.send_signal(signal.SIGINT)
+        talk.signal(signal.SIGINT)
         talk.until("/exit or Ctrl-D leaves")
         talk.until("> ")
     talk.type("one")
@@ -130,7 +144,7 @@ def test_ctrl_c_while_the_prompt_is_computed_ends_the_turn_and_not_the_chat(
     talk.type("one two three")
     talk.until("three")
     time.sleep(0.5)
-    talk.process.send_signal(signal.SIGINT)
+    talk.signal(signal.SIGINT)
     talk.until("(ended by Ctrl-C before the answer began)")
     (tmp_path / "slow").unlink()
     talk.until("> ")

@@ -219,7 +219,7 @@ def test_who_waits_for_another_process_shows_a_bar_and_then_uses_its_store(
 
     def hold(done: int, total: int) -> None:
         begun.set()
-        waiting.wait(60)
+        waiting.wait(10)
 
     def note(done: int, total: int) -> None:
         shown.append((done, total))

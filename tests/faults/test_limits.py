@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 from engine_tools import Result, difference, result_of
-from fault_tools import POOLS, FaultyDisk, always, in_child, python_script
+from fault_tools import FaultyDisk, always, in_child, python_script
 from small_model import IDS, SMALL, linux, needs_native, open_small
 
 from aegis.checkpoint.store import Store
@@ -258,19 +259,14 @@ def test_a_library_that_cannot_be_loaded_is_one_line() -> None:
     assert line.startswith("error: a library could not be loaded: libx.so: failed to map segment")
 
 
-@pytest.mark.parametrize("kind", POOLS)
-def test_a_reader_that_gets_no_memory_says_so(kind: str) -> None:
+def test_a_reader_that_gets_no_memory_says_so() -> None:
     """In Python any step may fail for memory: the read has failed, its thread goes on."""
-    if kind == "native":
-        pytest.skip("its readers take no memory")
 
     def hungry(fd: int, views: list[memoryview], offset: int) -> int:
         raise MemoryError
 
     pool = PythonReadPool(1, read=hungry)
     buffer = bytearray(4096)
-    import ctypes
-
     address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
     for _ in range(2):
         ticket = pool.submit(0, 0, 4096, address, True)

@@ -32,6 +32,7 @@ from aegis.tiers import (
     ReadError,
     ReadPool,
     SlotError,
+    facade,
     open_read_pool,
 )
 from aegis.tiers.slots import RESIDENT
@@ -382,17 +383,20 @@ def test_an_interrupted_wait_leaves_everything_usable(stores: dict[int, ExpertFi
     memory.arena.close()
 
 
-@pytest.mark.parametrize("owned", [True, False])
+@pytest.mark.parametrize("owner", ["usual pool", "Python pool", "shared pool"])
 def test_after_ctrl_c_anywhere_recovery_keeps_what_is_resident(
-    stores: dict[int, ExpertFiles], owned: bool
+    stores: dict[int, ExpertFiles], owner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Interrupt(Exception):
         pass
 
+    if owner == "Python pool":
+        monkeypatch.setattr(facade, "open_read_pool", PythonReadPool)
+    owned = owner != "shared pool"
     memory, shared = SlotReader(9), PythonReadPool(2)
     setup = Setup(12, 3, 9, 4, "lfu", "cross-layer", 6, 0)
     tiers = open_tiers(stores[12], memory, setup, None if owned else shared)
-    for at_line in range(5, 400, 13):
+    for at_line in range(5, 400, 5):
         lines = 0
 
         def interrupt(frame: FrameType, event: str, arg: object) -> object:

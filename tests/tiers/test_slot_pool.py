@@ -3,7 +3,7 @@ import sys
 
 import cgroup
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from tier_fakes import STRIDE, SlotReader, check_slots
@@ -206,6 +206,7 @@ def test_slots_given_back_at_the_end_of_the_arena_are_memory_given_back() -> Non
     memory.arena.close()
 
 
+@example(stride=4096, before=0, behind=0, asks=[(True, 1), (False, 4096)], least=1)
 @given(
     stride=st.sampled_from([4096, 65536, 300 << 10, 1 << 20, 3 << 20]),
     before=st.integers(0, 3 << 20),
