@@ -145,6 +145,9 @@ class WorkspaceSpec:
     """Elements of all resident 2-D weights, for backends that keep a widened copy."""
     number_nbytes: int = 4
     """Bytes of an activation."""
+    num_layers: int = 1
+    """Layers with a key/value cache, for backends that begin the next token before they are done
+    with one."""
 
 
 class Routing:
@@ -270,11 +273,13 @@ class SlotMemory(Protocol):
     """Where a slot is not one range: its pieces, in the order of the record. Else empty."""
 
 
-class QueuedExpertsBlock(ExpertsBlock, Protocol):
-    """An experts block that needs no host where all experts of its layer lie in slots."""
+class QueuedLayer(Protocol):
+    """A layer's attention, router and experts as one call, which needs no host: for one row, where
+    all of the layer's experts lie in slots."""
 
-    def from_table(self, x: Array, routing: Routing, table: Array) -> Array:
-        """Everything at once; ``table``, made by the backend's queue, says where experts lie."""
+    def __call__(self, x: Array, cache: KVCache, start: int, table: Array) -> tuple[Array, Routing]:
+        """x [1, H] at position ``start`` to the new residual stream, in the bits of the blocks, and
+        what was chosen. ``table``, made by the backend's queue, says where experts lie."""
 
 
 class QueuedHeadBlock(HeadBlock, Protocol):
@@ -297,8 +302,13 @@ class Queue(Protocol):
     def token(self, best: Array) -> int:
         """Wait for what a head chose."""
 
+    def layer(
+        self, attention: AttentionBlock, router: RouterBlock, experts: ExpertsBlock
+    ) -> QueuedLayer:
+        """These three blocks as one."""
+
     def table(self, slots: NDArray[np.int32]) -> Array:
-        """Expert id to slot, int32 [E], as ``from_table`` wants it."""
+        """Expert id to slot, int32 [E], as a ``QueuedLayer`` wants it."""
 
     def read(self, routings: Sequence[Routing]) -> None:
         """Bring what was chosen in all of these, which were started, to the host."""

@@ -123,6 +123,22 @@ class ExpertTiers:
                 break
         return issued
 
+    def fill(self, layer_index: int) -> int:
+        """Where there is a slot for every expert there is, start reads for some of this layer's
+        that lie in none, behind all others: once they are there, nobody has to look at routing any
+        more. Not where guessing is off. Returns the reads issued."""
+        slots, width, queue = self.slots, self._guesser.width, self._queue
+        if slots.capacity < self.files.num_layers * self._num_experts:
+            return 0
+        first, issued = layer_index * self._num_experts, 0
+        for key in range(first, first + self._num_experts):
+            if not slots.free or len(queue.in_flight) >= width:
+                break
+            if key not in slots.slot_of:
+                queue.start(slots.free[-1], key, demand=False)
+                issued += 1
+        return issued
+
     def acquire(self, layer_index: int, experts: Sequence[int] | NDArray[np.int32]) -> Acquisition:
         """Pin the chosen experts (distinct, ascending, at most as many as there are slots); reads
         for the missing start at once, ahead of every guess."""

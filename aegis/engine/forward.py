@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from aegis.kernels.base import (
         Array,
         Queue,
-        QueuedExpertsBlock,
         QueuedHeadBlock,
+        QueuedLayer,
         Routing,
     )
     from aegis.models.base import Decoder, DecoderLayer
@@ -53,6 +53,11 @@ class Forward:
         """watch: called before every layer, while no slot is pinned. queue: the backend's."""
         self._decoder, self._tiers, self._embed, self._watch = decoder, tiers, embed, watch
         self._queue = queue
+        self._queued: list[QueuedLayer] = []
+        """Every layer as one call, where the backend queues."""
+        if queue is not None:
+            layers = decoder.layers
+            self._queued = [queue.layer(la.attention, la.router, la.experts) for la in layers]
         self._tables: dict[int, tuple[NDArray[np.int32], Array]] = {}
         """MoE layer to its table, on the host and as the backend wants it."""
         self._unseen: list[list[tuple[int, Routing]]] = []
@@ -64,14 +69,15 @@ class Forward:
         x = self._embed(np.array([token], np.int32))
         unseen: list[tuple[int, Routing]] = []
         candidates = self._tiers.candidates
-        for layer in self._decoder.layers:
+        for number, layer in enumerate(self._decoder.layers):
             self._watch()
             table = self._table(layer.moe_index)
             if table is None:
                 x = layer.attention(x, layer.cache, position)
                 x = self._decode_experts(layer, x, layer.router(x, candidates))
             else:
-                x = self._queue_layer(layer, x, position, table, unseen)
+                x, routing = self._queued[number](x, layer.cache, position, table)
+                unseen.append((layer.moe_index, routing))
         if self._queue is not None and unseen:
             self._queue.start([x], [routing for _, routing in unseen])
             self._unseen.append(unseen)
@@ -92,8 +98,9 @@ class Forward:
         self.count(all_but=1)
         x = self._embed(best)
         unseen: list[tuple[int, Routing]] = []
-        for layer, table in zip(layers, tables, strict=True):
-            x = self._queue_layer(layer, x, position, table, unseen)
+        for queued, layer, table in zip(self._queued, layers, tables, strict=True):
+            x, routing = queued(x, layer.cache, position, table)
+            unseen.append((layer.moe_index, routing))
         following = cast("QueuedHeadBlock", self._decoder.head).best(x)
         queue.start([following], [routing for _, routing in unseen])
         self._unseen.append(unseen)
@@ -110,20 +117,6 @@ class Forward:
         """The token of the last ``decode_ahead`` is not wanted: it counts for nothing."""
         if self._unseen:
             self._unseen.pop()
-
-    def _queue_layer(
-        self,
-        layer: DecoderLayer,
-        x: Array,
-        position: int,
-        table: Array,
-        unseen: list[tuple[int, Routing]],
-    ) -> Array:
-        """A layer whose experts all lie in slots."""
-        x = layer.attention(x, layer.cache, position)
-        routing = layer.router(x, 0)
-        unseen.append((layer.moe_index, routing))
-        return cast("QueuedExpertsBlock", layer.experts).from_table(x, routing, table)
 
     def _table(self, index: int) -> Array | None:
         """Where a layer's experts lie, if the backend can use it and nothing needs the routing:
@@ -167,6 +160,7 @@ class Forward:
         """Count what was queued, and let go of the model."""
         self.count()
         self._tables.clear()
+        self._queued.clear()
         del self._decoder, self._embed
 
     def _decode_experts(self, layer: DecoderLayer, x: Array, routing: Routing) -> Array:
@@ -180,6 +174,8 @@ class Forward:
         try:
             if index + 1 < len(self._decoder.layers):
                 tiers.guess(index + 1, routing.guess)
+            if begun:
+                tiers.fill(index)
             experts, slots = acquired.ready()
             if not begun:
                 if acquired.complete:

@@ -91,6 +91,7 @@ class Request:
             threads=self.threads,
             num_resident_weights=_num_resident_weights(self.layout),
             number_nbytes=NUMBER_NBYTES[self.numbers],
+            num_layers=shape.num_hidden_layers,
         )
 
     def kv_specs(self) -> list[KVSpec]:

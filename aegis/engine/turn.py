@@ -23,10 +23,11 @@ class Turn:
     """
 
     def __init__(self, inside: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
-        """inside: makes what is entered with every turn, by the thread that has it."""
+        """inside: makes what is entered with a turn, by the thread that has it."""
         self._process = os.getpid()
         self._lock = threading.RLock()
-        self._inside, self._entered = inside, list[AbstractContextManager[Any]]()
+        self._inside, self._depth = inside, 0
+        self._entered: AbstractContextManager[Any] = nullcontext()
 
     @property
     def here(self) -> bool:
@@ -40,13 +41,26 @@ class Turn:
                 " here, or start processes by the spawn method"
             )
         self._lock.acquire()
-        inside = self._inside()
-        inside.__enter__()
-        self._entered.append(inside)
+        depth = self._depth
+        try:
+            if not depth:
+                self._entered = self._inside()
+                self._entered.__enter__()
+            self._depth = depth + 1
+        except BaseException:
+            # Ctrl-C, too: what is held or counted wrongly now would be so for ever.
+            self._depth = depth
+            self._lock.release()
+            raise
 
     def __exit__(self, *error: object) -> None:
-        self._entered.pop().__exit__(None, None, None)
-        self._lock.release()
+        depth = self._depth - 1
+        try:
+            if not depth:
+                self._entered.__exit__(None, None, None)
+        finally:
+            self._depth = depth
+            self._lock.release()
 
 
 class TakesTurns(Protocol):

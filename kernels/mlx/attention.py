@@ -9,8 +9,9 @@ import mlx.core as mx
 import numpy as np
 
 from aegis.kernels.base import AttentionSpec, KVCache, KVSpec, Weight
+from aegis.kernels.mlx import device
 from aegis.kernels.mlx.device import Traits
-from aegis.kernels.mlx.linear import Linear, vector
+from aegis.kernels.mlx.linear import Linear, SideBySide, vector
 from aegis.kernels.mlx.memory import MlxMemory
 from aegis.kernels.mlx.sizes import ATTENTION_ROWS, capacity, kv_nbytes
 
@@ -31,69 +32,83 @@ class MlxKVCache:
         self.values[:, :, start:end] = values
 
 
+class Positions:
+    """A token's position on the device: one array for all layers."""
+
+    def __init__(self) -> None:
+        self._start, self._array = -1, mx.array(-1, mx.int32)
+
+    def at(self, start: int) -> mx.array:
+        """The array that holds ``start``."""
+        if self._start != start:
+            self._start, self._array = start, mx.array(start, mx.int32)
+        return self._array
+
+
 class MlxAttention:
-    """AttentionBlock on MLX."""
+    """AttentionBlock on MLX: ``enter``, ``attend`` and ``leave``, of which the first and the last
+    depend on no length, so that they can be compiled."""
 
     def __init__(
         self,
         memory: MlxMemory,
         traits: Traits,
+        positions: Positions,
         spec: AttentionSpec,
         weights: Mapping[str, Weight],
     ) -> None:
         self._spec, self._scale = spec, float(spec.head_dim**-0.5)
+        self._positions = positions
         self._norm = vector(memory, traits, weights["norm"])
-        self._q, self._k, self._v = (
-            Linear(memory, traits, weights[f"{name}_proj"], weights.get(f"{name}_bias"))
-            for name in ("q", "k", "v")
-        )
+        biases = [weights[f"{name}_bias"] for name in "qkv" if f"{name}_bias" in weights]
+        self._qkv = SideBySide(memory, traits, [weights[f"{n}_proj"] for n in "qkv"], biases)
         self._o = Linear(memory, traits, weights["o_proj"])
         # MLX divides positions by these.
         self._periods = mx.array(1 / np.array(spec.inv_freq, np.float64), mx.float32)
         self._rows = None if traits.attention_is_fused(spec.head_dim) else ATTENTION_ROWS
-        self._project_one = mx.compile(self._project)
-        self._leave_one = mx.compile(self._leave)
+        self._enter_one, self._leave_one = device.compiled(self._enter), device.compiled(self.leave)
 
     def __call__(self, x: mx.array, cache: KVCache, start: int) -> mx.array:
         """x [T, H] at positions start.. to x + attention, keys and values appended."""
-        kv, one = cast(MlxKVCache, cache), x.shape[0] == 1
-        q, k, v = self._project_one(x) if one else self._project(x)
-        kv.append(self._rotate(k, start), v, start)
-        mixed = self._attend(self._rotate(q, start), kv, start)
-        return self._leave_one(x, mixed) if one else self._leave(x, mixed)
+        mixed = self.attend(x, cache, start)
+        return self._leave_one(x, mixed) if x.shape[0] == 1 else self.leave(x, mixed)
 
-    def _project(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """x [T, H] to queries, keys and values [1, heads, T, head_dim]."""
-        spec = self._spec
-        normed = mx.fast.rms_norm(x, self._norm, spec.rms_norm_eps)
-        kv_heads = spec.num_key_value_heads
-        return (
-            self._heads(self._q(normed), spec.num_attention_heads),
-            self._heads(self._k(normed), kv_heads),
-            self._heads(self._v(normed), kv_heads),
-        )
+    def attend(self, x: mx.array, cache: KVCache, start: int) -> mx.array:
+        """The same without what comes behind the heads: [1, heads, T, head_dim]."""
+        kv = cast(MlxKVCache, cache)
+        enter = self._enter_one if x.shape[0] == 1 else self._enter
+        q, k, v = enter(x, self._positions.at(start))
+        kv.append(k, v, start)
+        return self._over_keys(q, kv, start)
 
-    def _heads(self, x: mx.array, heads: int) -> mx.array:
-        return x.reshape(1, -1, heads, self._spec.head_dim).swapaxes(1, 2)
-
-    def _rotate(self, x: mx.array, start: int) -> mx.array:
-        return mx.fast.rope(
-            x,
-            2 * len(self._spec.inv_freq),
+    def _enter(self, x: mx.array, start: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        """x [T, H] to queries, keys and values [1, heads, T, head_dim], rotated."""
+        spec, rows = self._spec, x.shape[0]
+        out = self._qkv(mx.fast.rms_norm(x, self._norm, spec.rms_norm_eps))
+        if rows == 1:
+            heads = out.reshape(1, -1, 1, spec.head_dim)
+        else:
+            heads = out.reshape(1, rows, -1, spec.head_dim).swapaxes(1, 2)
+        queries = spec.num_attention_heads
+        values = queries + spec.num_key_value_heads
+        rotated = mx.fast.rope(
+            heads[:, :values],
+            2 * len(spec.inv_freq),
             traditional=False,
             base=None,
             scale=1.0,
             offset=start,
             freqs=self._periods,
         )
+        return rotated[:, :queries], rotated[:, queries:], heads[:, values:]
 
-    def _attend(self, q: mx.array, kv: MlxKVCache, start: int) -> mx.array:
+    def _over_keys(self, q: mx.array, kv: MlxKVCache, start: int) -> mx.array:
         """Queries [1, heads, T, head_dim] at positions start.. over all keys up to their own."""
         rows = q.shape[2]
         step = self._rows or rows
         blocks = []
         for first in range(0, rows, step):
-            block = q[:, :, first : first + step]
+            block = q if rows <= step else q[:, :, first : first + step]
             end = start + min(first + step, rows)
             blocks.append(
                 mx.fast.scaled_dot_product_attention(
@@ -106,5 +121,7 @@ class MlxAttention:
             )
         return blocks[0] if len(blocks) == 1 else mx.concatenate(blocks, axis=2)
 
-    def _leave(self, x: mx.array, mixed: mx.array) -> mx.array:
-        return x + self._o(mixed.swapaxes(1, 2).reshape(x.shape[0], -1))
+    def leave(self, x: mx.array, mixed: mx.array) -> mx.array:
+        """x [T, H] plus what the heads' outputs become."""
+        rows = x.shape[0]
+        return x + self._o((mixed if rows == 1 else mixed.swapaxes(1, 2)).reshape(rows, -1))

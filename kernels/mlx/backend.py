@@ -25,7 +25,7 @@ from aegis.kernels.base import (
     WorkspaceSpec,
 )
 from aegis.kernels.mlx import device, sizes
-from aegis.kernels.mlx.attention import MlxAttention, MlxKVCache
+from aegis.kernels.mlx.attention import MlxAttention, MlxKVCache, Positions
 from aegis.kernels.mlx.embedding import MlxEmbedding
 from aegis.kernels.mlx.experts import MlxExperts
 from aegis.kernels.mlx.head import MlxHead
@@ -54,6 +54,7 @@ class MlxBackend:
         self._traits = device.open_device(numbers, sizes.CACHE_NBYTES)
         self.memory = MlxMemory(self._traits)
         self.queue = MlxQueue()
+        self._positions = Positions()
 
     def describe(self) -> str:
         """Version, device and numbers."""
@@ -83,7 +84,7 @@ class MlxBackend:
 
     def attention(self, spec: AttentionSpec, weights: Mapping[str, Weight]) -> MlxAttention:
         """An attention block."""
-        return MlxAttention(self.memory, self._traits, spec, weights)
+        return MlxAttention(self.memory, self._traits, self._positions, spec, weights)
 
     def router(
         self,

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from aegis.kernels.base import Segment
 from aegis.kernels.mlx.device import Traits
-from aegis.kernels.mlx.linear import swiglu
+from aegis.kernels.mlx.linear import halves, mixed_swiglu, swiglu
 from aegis.kernels.mlx.memory import Arrays
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -24,17 +24,30 @@ class Bank:
     def __init__(
         self, traits: Traits, segments: Mapping[str, Segment], pools: Mapping[str, Arrays]
     ) -> None:
-        self._matrices = [_Matrix(traits, segments[name], pools[name]) for name in PROJECTIONS]
+        gate, up, down = (_Matrix(traits, segments[n], pools[n]) for n in PROJECTIONS)
+        together = pools["gate_proj"] is pools["up_proj"]
+        self._entering = [gate] if together else [gate, up]
+        self._down = down
         self._made: dict[int, tuple[mx.array, mx.array]] = {}
-        self.copies = any(matrix.copies for matrix in self._matrices)
+        self.copies = any(matrix.copies for matrix in (gate, up, down))
         """Chosen experts are copied out of their slots: kernels need other numbers."""
 
-    def one(self, x: mx.array, slots: mx.array) -> mx.array:
-        """A row x [1, H] through the experts in slots [K] to [K, H]."""
-        gate, up, down = self._matrices
+    def one(self, x: mx.array, weights: mx.array, slots: mx.array) -> mx.array:
+        """A row x [1, H] through the experts in slots [K], mixed by weights [1, K], to [1, H]."""
         row, each = self._sources(slots.shape[0])
-        inner = swiglu(gate(x[None], slots, None, row), up(x[None], slots, None, row))
-        return down(inner, slots, None, each)[:, 0]
+        inner = mixed_swiglu(*self._enter(x[None], slots, None, row), weights.reshape(-1, 1, 1))
+        return self._down(inner, slots, None, each).sum(axis=0)
+
+    def _enter(
+        self,
+        x: mx.array,
+        slots: mx.array,
+        index: mx.array | None,
+        source: mx.array | None = None,
+    ) -> tuple[mx.array, mx.array]:
+        """What the first two matrices make of x; see _Matrix."""
+        outputs = [matrix(x, slots, index, source) for matrix in self._entering]
+        return halves(outputs[0]) if len(outputs) == 1 else (outputs[0], outputs[1])
 
     def _sources(self, count: int) -> tuple[mx.array, mx.array]:
         """Which row each of ``count`` products takes: always row 0, and each its own. Given rather
@@ -47,9 +60,7 @@ class Bank:
 
     def tiles(self, x: mx.array, slots: mx.array, index: mx.array) -> mx.array:
         """x [n, M, H] to [n, M, H]: rows x[i] through the expert in slots[index[i]]."""
-        gate, up, down = self._matrices
-        inner = swiglu(gate(x, slots, index), up(x, slots, index))
-        return down(inner, slots, index)
+        return self._down(swiglu(*self._enter(x, slots, index)), slots, index)
 
 
 class _Matrix:

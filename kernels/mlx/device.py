@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+from weakref import WeakMethod
 
 import mlx.core as mx
 
@@ -16,6 +18,8 @@ from aegis.kernels.mlx.sizes import TILE_ROWS
 
 if TYPE_CHECKING:
     from aegis.kernels.base import Numbers
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _DTYPES = {"f32": mx.float32, "bf16": mx.bfloat16, "f16": mx.float16}
 _CPU_TILE_ROWS = 4
@@ -115,3 +119,16 @@ def clear_cache() -> None:
 def start(*results: mx.array) -> None:
     """Have these computed, without waiting."""
     mx.async_eval(*results)  # type: ignore[no-untyped-call,unused-ignore]
+
+
+def compiled(method: F) -> F:
+    """mx.compile for a method whose object keeps the result: with a plain one it would hold itself,
+    and its arrays, until Python next looks for such rings."""
+    weak = WeakMethod(method)
+
+    def call(*arrays: Any) -> Any:
+        found = weak()
+        assert found is not None
+        return found(*arrays)
+
+    return cast(F, mx.compile(call))

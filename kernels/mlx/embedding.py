@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aegis.kernels.base import Format, Layout, Weight
+from aegis.kernels.mlx import device
 from aegis.kernels.mlx.device import Traits
 from aegis.kernels.mlx.memory import MlxMemory
 from aegis.kernels.sizes import dtype_nbytes
@@ -33,6 +34,7 @@ class MlxEmbedding:
             raise ValueError("a quantised embedding table in layout row must be in memory")
         self._format, self._traits = fmt, traits
         self._arrays = None if table is None else memory.arrays(table)
+        self._one = device.compiled(self._rows)
         self.row_nbytes = shape[1] * dtype_nbytes(fmt) if fmt.kind == "dense" else 0
 
     def row_offset(self, token_id: int) -> int:
@@ -44,6 +46,11 @@ class MlxEmbedding:
         if self._arrays is None:
             raise ValueError("the embedding table is on disk: read its rows and use from_rows")
         where = ids if isinstance(ids, mx.array) else mx.array(ids)
+        out: mx.array = self._one(where) if where.size == 1 else self._rows(where)
+        return out
+
+    def _rows(self, where: mx.array) -> mx.array:
+        assert self._arrays is not None
         rows = [array[where] for array in self._arrays]
         dtype = self._traits.dtype
         if self._format.kind == "dense":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import mlx.core as mx
 import numpy as np
@@ -11,19 +11,21 @@ from numpy.typing import NDArray
 
 from aegis.kernels.base import ExpertsSpec, Routing, Weight
 from aegis.kernels.mlx import device
-from aegis.kernels.mlx.bank import PROJECTIONS, Bank
+from aegis.kernels.mlx.bank import Bank
 from aegis.kernels.mlx.device import Traits
-from aegis.kernels.mlx.linear import Linear, gated_sum, swiglu
+from aegis.kernels.mlx.linear import Linear, SideBySide, gated_sum, halves, swiglu
 from aegis.kernels.mlx.memory import MlxMemory
-from aegis.kernels.mlx.queue import MlxQueue
 from aegis.kernels.mlx.router import MlxRouting
 from aegis.kernels.mlx.sizes import CALL_TILES, TAKEN_EXPERTS
+
+if TYPE_CHECKING:
+    from aegis.kernels.mlx.queue import MlxQueue
 
 I32 = NDArray[np.int32]
 
 
 class MlxExperts:
-    """QueuedExpertsBlock on MLX."""
+    """ExpertsBlock on MLX."""
 
     unordered_rows = 1
 
@@ -39,13 +41,17 @@ class MlxExperts:
             raise ValueError(f"the mlx backend reads experts in layout row, not {spec.layout}")
         self._queue = queue
         self._bank = Bank(traits, spec.segments, memory.pools)
-        self._shared = [Linear(memory, traits, weights[n]) for n in PROJECTIONS if n in weights]
+        self._entering: SideBySide | None = None
+        if "gate_proj" in weights:
+            pair = [weights["gate_proj"], weights["up_proj"]]
+            self._entering = SideBySide(memory, traits, pair)
+            self._down = Linear(memory, traits, weights["down_proj"])
         gate = weights.get("shared_expert_gate")
         self._gate = None if gate is None else Linear(memory, traits, gate)
         self._tile_rows = traits.tile_rows
         self._call: _Row | _Chunk | None = None
-        self._decode = mx.compile(self._one_row)
-        self._others = mx.compile(self._shared_expert)
+        self._decode = device.compiled(self.one_row)
+        self._others = device.compiled(self.shared_expert)
 
     def __call__(self, x: mx.array, routing: Routing, experts: I32, slots: I32) -> mx.array:
         """All chosen experts at once."""
@@ -53,19 +59,15 @@ class MlxExperts:
         self.add(experts, slots)
         return self.finish()
 
-    def from_table(self, x: mx.array, routing: Routing, table: mx.array) -> mx.array:
-        """See QueuedExpertsBlock; for one row."""
-        route = cast(MlxRouting, routing)
-        shared = self._others(route.normed)
-        out: mx.array = self._decode(x, route.normed, route.weights, table[route.ids[0]], *shared)
+    def queued(self, out: mx.array) -> None:
+        """A result of ``one_row`` that was computed outside of a call."""
         self._queue.add(out)
-        return out
 
     def begin(self, x: mx.array, routing: Routing) -> None:
         """Queue the shared expert behind the router, so that the device works while the host looks
         at what was chosen."""
         route = cast(MlxRouting, routing)
-        compute = self._others if x.shape[0] == 1 else self._shared_expert
+        compute = self._others if x.shape[0] == 1 else self.shared_expert
         shared = compute(route.normed)
         device.start(*route.pending(), *shared)
         kind = _Row if x.shape[0] == 1 else _Chunk
@@ -85,15 +87,14 @@ class MlxExperts:
         device.start(out)
         return out
 
-    def _shared_expert(self, normed: mx.array) -> tuple[mx.array, ...]:
+    def shared_expert(self, normed: mx.array) -> tuple[mx.array, ...]:
         """The shared expert's output and its gate, as far as there are any."""
-        if not self._shared:
+        if self._entering is None:
             return ()
-        gate, up, down = self._shared
-        out = down(swiglu(gate(normed), up(normed)))
+        out = self._down(swiglu(*halves(self._entering(normed))))
         return (out,) if self._gate is None else (out, self._gate(normed))
 
-    def _one_row(
+    def one_row(
         self,
         x: mx.array,
         normed: mx.array,
@@ -102,7 +103,7 @@ class MlxExperts:
         *shared: mx.array,
     ) -> mx.array:
         """x [1, H] plus the experts in slots [K], mixed by weights [1, K]."""
-        return self._summed(x, weights @ self._bank.one(normed, slots), shared)
+        return self._summed(x, self._bank.one(normed, weights, slots), shared)
 
     @staticmethod
     def _summed(x: mx.array, routed: mx.array, shared: tuple[mx.array, ...]) -> mx.array:

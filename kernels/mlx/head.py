@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aegis.kernels.base import HeadSpec, Weight
+from aegis.kernels.mlx import device
 from aegis.kernels.mlx.device import Traits
 from aegis.kernels.mlx.linear import Linear, vector
 from aegis.kernels.mlx.memory import MlxMemory
@@ -23,8 +24,8 @@ class MlxHead:
         self._eps = spec.rms_norm_eps
         self._norm = vector(memory, traits, weights["norm"])
         self._lm_head = Linear(memory, traits, weights["lm_head"])
-        self._one = mx.compile(self._logits)
-        self._best = mx.compile(self._choose)
+        self._one = device.compiled(self._logits)
+        self._best = device.compiled(self._choose)
 
     def __call__(self, x: mx.array) -> NDArray[np.float32]:
         """x [T, H] to logits [T, vocab_size]."""
@@ -38,9 +39,13 @@ class MlxHead:
         return self._best(x)
 
     def _choose(self, x: mx.array) -> mx.array:
-        logits = self._logits(x)
+        # In their own numbers: widening a whole vocabulary would change no comparison.
+        logits = self._products(x)
         best = mx.argmax(logits, axis=-1).astype(mx.int32)
         return mx.where(mx.isfinite(logits.max(axis=-1)), best, mx.array(-1, mx.int32))
 
     def _logits(self, x: mx.array) -> mx.array:
-        return self._lm_head(mx.fast.rms_norm(x, self._norm, self._eps)).astype(mx.float32)
+        return self._products(x).astype(mx.float32)
+
+    def _products(self, x: mx.array) -> mx.array:
+        return self._lm_head(mx.fast.rms_norm(x, self._norm, self._eps))

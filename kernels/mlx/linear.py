@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import mlx.core as mx
@@ -15,12 +16,11 @@ class Linear:
     """x [T, in] to x @ weight.T (+ bias), in the numbers of x."""
 
     def __init__(
-        self, memory: MlxMemory, traits: Traits, weight: Weight, bias: Weight | None = None
+        self, memory: MlxMemory, traits: Traits, weight: Weight, bias: mx.array | None = None
     ) -> None:
         self._dtype, self._multiple = traits.dtype, traits.row_multiple
-        self._format = weight.format
+        self._format, self._bias = weight.format, bias
         self._arrays = in_numbers(memory.arrays(weight), weight, traits)
-        self._bias = None if bias is None else vector(memory, traits, bias)
 
     def __call__(self, x: mx.array) -> mx.array:
         """The product; weights of wider numbers than x's are computed with in theirs."""
@@ -49,6 +49,35 @@ class Linear:
         return out if self._bias is None else out + self._bias
 
 
+class SideBySide:
+    """One input through several matrices, their outputs beside each other: x [T, in] to
+    [T, sum of rows]. It is one product, a third of the time to queue, if formats agree."""
+
+    def __init__(
+        self,
+        memory: MlxMemory,
+        traits: Traits,
+        weights: Sequence[Weight],
+        biases: Sequence[Weight] = (),
+    ) -> None:
+        """biases: one for every matrix, or none at all."""
+        one = memory.join(weights, biases)
+        parts = weights if one is None else one[:1]
+        vectors = [vector(memory, traits, bias) for bias in (biases if one is None else one[1:])]
+        if one is not None and vectors:
+            vectors = [mx.concatenate(vectors)]
+            mx.eval(vectors)
+        self._linears = [
+            Linear(memory, traits, weight, vectors[place] if vectors else None)
+            for place, weight in enumerate(parts)
+        ]
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """All products."""
+        outputs = [linear(x) for linear in self._linears]
+        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=-1)
+
+
 def in_numbers(arrays: Arrays, weight: Weight, traits: Traits) -> Arrays:
     """Scales and biases widened once where activations are float32: MLX would do it every call."""
     if weight.format.kind == "dense" or traits.numbers != "f32":
@@ -69,6 +98,18 @@ def vector(memory: MlxMemory, traits: Traits, weight: Weight) -> mx.array:
 def swiglu(gate: mx.array, up: mx.array) -> mx.array:
     """silu(gate) * up."""
     return gate * mx.sigmoid(gate) * up
+
+
+@partial(mx.compile, shapeless=True)
+def mixed_swiglu(gate: mx.array, up: mx.array, weights: mx.array) -> mx.array:
+    """The same times weights, which takes no operation of its own."""
+    return gate * mx.sigmoid(gate) * up * weights
+
+
+def halves(x: mx.array) -> tuple[mx.array, mx.array]:
+    """The two outputs that lie beside each other in the last dimension."""
+    half = x.shape[-1] // 2
+    return x[..., :half], x[..., half:]
 
 
 @partial(mx.compile, shapeless=True)

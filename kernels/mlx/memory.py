@@ -9,7 +9,8 @@ scatters the parts of a record over the pools.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -24,6 +25,7 @@ from aegis.kernels.sizes import RECORD_ALIGN, RESIDENT_ALIGN, align_up, dtype_nb
 Arrays = tuple[mx.array, ...]
 """Codes, scales and biases of an affine matrix, or the numbers of a dense one."""
 
+_OF_ONE_INPUT = ("gate_proj", "up_proj")
 _VIEWS = {"bf16": mx.bfloat16, "f16": mx.float16, "f32": mx.float32}
 
 
@@ -45,9 +47,11 @@ class MlxMemory:
     def __init__(self, traits: device.Traits) -> None:
         self._traits = traits
         self._region: mx.array | None = None
-        self._region_base = 0
+        self._bytes: NDArray[np.uint8] = np.empty(0, np.uint8)
+        """The host's view of the region."""
         self.pools: dict[str, Arrays] = {}
-        """Matrix name to its pools, [slots, ...] each."""
+        """Matrix name to its pools, [slots, ...] each. Matrices whose pools are the same lie one
+        behind the other in every slot."""
         self.kv_nbytes = 0
         """What KV caches have taken."""
         self._held_nbytes = {"slots": 0, "resident_weights": 0}
@@ -56,15 +60,47 @@ class MlxMemory:
         """See OwnMemory. Lines of 64 bytes: MLX counts elements of a dimension in 32 bits."""
         lines = align_up(nbytes, RESIDENT_ALIGN) // RESIDENT_ALIGN
         self._region = mx.array(np.zeros((lines, RESIDENT_ALIGN), np.uint8))
-        view: NDArray[np.uint8] = host_view(self._region).reshape(-1)
-        self._region_base = int(view.ctypes.data)
-        self._held_nbytes["resident_weights"] = view.nbytes
-        return view[:nbytes]
+        self._bytes = host_view(self._region).reshape(-1)
+        self._held_nbytes["resident_weights"] = self._bytes.nbytes
+        return self._bytes[:nbytes]
+
+    def _start(self, weight: Weight) -> int:
+        """Where a resident weight lies in the region."""
+        return int(weight.data.ctypes.data) - int(self._bytes.ctypes.data)
+
+    def join(self, weights: Sequence[Weight], between: Sequence[Weight]) -> list[Weight] | None:
+        """Make matrices one, its rows theirs one after the other; it, and then ``between`` anew.
+
+        Bytes are moved inside the range that all of these fill, so only their owner may do it, and
+        before it uses them. None, with nothing moved, where formats differ or the range holds more.
+        """
+        first, ordered = weights[0], sorted([*weights, *between], key=self._start)
+        begin = at = self._start(ordered[0])
+        for weight in ordered:
+            if self._start(weight) != at:
+                return None
+            at += align_up(weight.data.nbytes, RESIDENT_ALIGN)
+        if any((w.format, w.shape[1:]) != (first.format, first.shape[1:]) for w in weights):
+            return None
+        # Codes of all, then scales of all, then biases of all.
+        pieces = [piece for same in zip(*map(_pieces, weights), strict=True) for piece in same]
+        if any(piece.nbytes % RESIDENT_ALIGN for piece in pieces):
+            return None
+        whole = self._bytes[begin : begin + sum(piece.nbytes for piece in pieces)]
+        moved, at = [replace(first, shape=_stacked(weights), data=whole)], begin + whole.nbytes
+        kept = [weight.data.copy() for weight in between]
+        whole[:] = np.concatenate(pieces)
+        for weight, data in zip(between, kept, strict=True):
+            place = self._bytes[at : at + data.nbytes]
+            place[:] = data
+            moved.append(replace(weight, data=place))
+            at += align_up(data.nbytes, RESIDENT_ALIGN)
+        return moved
 
     def arrays(self, weight: Weight) -> Arrays:
         """A resident weight as arrays over the same memory."""
         shape, fmt = weight.shape, weight.format
-        start = int(weight.data.ctypes.data) - self._region_base
+        start = self._start(weight)
         _, numbers = _raw(fmt)
         if fmt.kind == "dense":
             pieces = [self._piece(start, shape, numbers)]
@@ -89,18 +125,23 @@ class MlxMemory:
         return piece.reshape(shape)
 
     def slots(self, num_slots: int, segments: Mapping[str, Segment]) -> tuple[SlotPart, ...]:
-        """See OwnMemory."""
-        parts = []
-        for name, segment in segments.items():
+        """See OwnMemory. Matrices of one input share pools, if their formats agree: one operation
+        computes them."""
+        parts, names = list[SlotPart](), list(segments)
+        while names:
+            first = segments[names[0]]
+            same = [n for n in names if _kind(n, segments[n]) == _kind(names[0], first)]
+            names = [name for name in names if name not in same]
             pools = []
-            for (shape, raw, dtype), place in zip(
-                _pool_shapes(segment), segment_ranges(segment), strict=True
-            ):
-                pool, base = _allocate(num_slots, shape, raw)
+            for index, ((rows, cols), raw, dtype) in enumerate(_pool_shapes(first)):
+                pool, base = _allocate(num_slots, (len(same) * rows, cols), raw)
                 pools.append(pool if dtype == pool.dtype else pool.view(dtype))
-                parts.append(SlotPart(place.offset, place.nbytes, base, place.nbytes))
+                for place, name in enumerate(same):
+                    at = segment_ranges(segments[name])[index]
+                    start, stride = base + place * at.nbytes, len(same) * at.nbytes
+                    parts.append(SlotPart(at.offset, at.nbytes, start, stride))
             mx.eval(pools)
-            self.pools[name] = tuple(pools)
+            self.pools |= dict.fromkeys(same, tuple(pools))
         self._held_nbytes["slots"] = num_slots * sum(part.nbytes for part in parts)
         return tuple(parts)
 
@@ -116,8 +157,28 @@ class MlxMemory:
 
     def close(self) -> None:
         """Drop every array."""
-        self._region = None
+        self._region, self._bytes = None, np.empty(0, np.uint8)
         self.pools.clear()
+
+
+def _pieces(weight: Weight) -> list[NDArray[np.uint8]]:
+    """Codes, scales and biases, or the numbers."""
+    if weight.format.kind == "dense":
+        return [weight.data]
+    parts = row_parts((weight.shape[0], weight.shape[1]), weight.format, RESIDENT_ALIGN)
+    ends = (parts.codes_nbytes, parts.scales_offset + parts.params_nbytes, parts.nbytes)
+    starts = (0, parts.scales_offset, parts.biases_offset)
+    return [weight.data[start:end] for start, end in zip(starts, ends, strict=True)]
+
+
+def _stacked(weights: Sequence[Weight]) -> tuple[int, ...]:
+    """The shape of all rows together."""
+    return (sum(weight.shape[0] for weight in weights), *weights[0].shape[1:])
+
+
+def _kind(name: str, segment: Segment) -> tuple[bool, Format, tuple[int, int]]:
+    """What matrices must have in common to share pools: their input, too."""
+    return name in _OF_ONE_INPUT, segment.format, segment.shape
 
 
 def _pool_shapes(segment: Segment) -> list[tuple[tuple[int, int], type[Any], mx.Dtype]]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from aegis.kernels.base import Routing
+from aegis.kernels.base import AttentionBlock, ExpertsBlock, RouterBlock, Routing
 from aegis.kernels.mlx import device
-from aegis.kernels.mlx.router import gather, spread
+from aegis.kernels.mlx.attention import MlxAttention
+from aegis.kernels.mlx.experts import MlxExperts
+from aegis.kernels.mlx.layer import MlxLayer
+from aegis.kernels.mlx.router import MlxRouter, gather, spread
 
 
 class MlxQueue:
@@ -30,6 +33,14 @@ class MlxQueue:
         """A result whose graph reads from slots. It depends on all results before it, or is
         computed after them: operations of one stream run in order."""
         self._last = result
+
+    def layer(
+        self, attention: AttentionBlock, router: RouterBlock, experts: ExpertsBlock
+    ) -> MlxLayer:
+        """See Queue."""
+        return MlxLayer(
+            cast(MlxAttention, attention), cast(MlxRouter, router), cast(MlxExperts, experts)
+        )
 
     def start(self, results: Sequence[mx.array], routings: Sequence[Routing] = ()) -> None:
         """See Queue. Chosen experts are gathered into one array, which is one transfer later."""

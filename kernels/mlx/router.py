@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
 from aegis.kernels.base import RouterSpec, Routing, Weight
+from aegis.kernels.mlx import device
 from aegis.kernels.mlx.device import Traits
 from aegis.kernels.mlx.linear import Linear, vector
 from aegis.kernels.mlx.memory import MlxMemory
 
 I32 = NDArray[np.int32]
-_Route = Callable[[mx.array], tuple[mx.array, mx.array, mx.array]]
 _NOBODY = np.empty(0, np.int32)
 
 
@@ -34,7 +34,8 @@ class MlxRouting(Routing):
     @property
     def ids(self) -> mx.array:
         """uint32 [T, K] on the device, in the order of ``weights``."""
-        return self._chosen[:, : self._spec.num_experts_per_tok]
+        count = self._spec.num_experts_per_tok
+        return self._chosen if self._chosen.shape[1] == count else self._chosen[:, :count]
 
     @property
     def ranked(self) -> I32:
@@ -118,27 +119,26 @@ class MlxRouter:
         next_spec: RouterSpec | None,
         next_weights: Mapping[str, Weight] | None,
     ) -> None:
-        self._spec, self._next_spec = spec, next_spec
+        self.spec, self._next_spec = spec, next_spec
         self._scorer = _Scorer(memory, traits, spec, weights)
         self._next: _Scorer | None = None
         if next_spec is not None and next_weights is not None:
             self._next = _Scorer(memory, traits, next_spec, next_weights)
-        self._one = {0: mx.compile(self._route)}
-        """Compiled for one row, by the number of candidates."""
+        self._one = device.compiled(self._route_guessing)
 
     def __call__(self, x: mx.array, candidates: int) -> MlxRouting:
         """x [T, H] after attention to its routing; nothing is computed yet."""
-        spec, following = self._spec, self._next
+        spec, following = self.spec, self._next
         if following is None:
             candidates = 0
         elif candidates:
             assert self._next_spec is not None
             candidates = min(candidates, self._next_spec.num_experts)
         if x.shape[0] == 1:
-            normed, weights, chosen = self._route_one(candidates)(x)
+            normed, weights, chosen = self._one(x, candidates)
             routing = MlxRouting(chosen, None, spec)
         else:
-            normed, weights, chosen = self._route(x)
+            normed, weights, chosen = self.route(x)
             guessed = None
             if candidates and following is not None:
                 guessed = following.best(following.score(x)[1], spec.num_experts_per_tok)
@@ -146,9 +146,9 @@ class MlxRouter:
         routing.normed, routing.weights = normed, weights
         return routing
 
-    def _route(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    def route(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """Normed rows [T, H], mixing weights [T, K] and the ids they belong to."""
-        spec, scorer = self._spec, self._scorer
+        spec, scorer = self.spec, self._scorer
         normed, scores = scorer.score(x)
         chosen = scorer.best(scores, spec.num_experts_per_tok)
         if not spec.norm_topk_prob:
@@ -159,18 +159,15 @@ class MlxRouter:
             weights = mx.softmax(weights, axis=-1, precise=True)
         return normed, weights, chosen
 
-    def _route_one(self, candidates: int) -> _Route:
-        if candidates not in self._one:
+    def _route_guessing(self, x: mx.array, candidates: int) -> tuple[mx.array, mx.array, mx.array]:
+        """The same for one row; the guess follows the ids."""
+        normed, weights, chosen = self.route(x)
+        if candidates:
             following = self._next
             assert following is not None
-
-            def route(x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-                normed, weights, chosen = self._route(x)
-                guessed = following.best(following.score(x)[1], candidates)
-                return normed, weights, mx.concatenate([chosen, guessed], axis=-1)
-
-            self._one[candidates] = mx.compile(route)
-        return self._one[candidates]
+            guessed = following.best(following.score(x)[1], candidates)
+            chosen = mx.concatenate([chosen, guessed], axis=-1)
+        return normed, weights, chosen
 
 
 class _Scorer:

@@ -27,8 +27,11 @@ ATTENTION_ROWS = 64
 CACHE_NBYTES = 16 << 20
 """Freed buffers that MLX may keep for the next operation."""
 
-_POSITIONS = 256
-"""KV caches have a multiple of so many positions, as cuDNN's attention for one query wants."""
+_POSITIONS = 8
+"""KV caches have a multiple of so many positions,"""
+_NEVER_POSITIONS = 256
+"""and never one of so many: on CUDA, MLX would then take cuDNN's attention for one query, but only
+where the cache happens to lie in memory of exactly its size, and bits would depend on that."""
 _PAGE = 16 << 10
 """MLX rounds large buffers up to so many bytes."""
 _LIVE = 3
@@ -62,7 +65,8 @@ def slot_nbytes(segments: Mapping[str, Segment], stride: int) -> int:
 
 def capacity(spec: KVSpec) -> int:
     """Positions that a cache has room for."""
-    return align_up(spec.context, _POSITIONS)
+    positions = align_up(spec.context, _POSITIONS)
+    return positions if positions % _NEVER_POSITIONS else positions + _POSITIONS
 
 
 def kv_nbytes(spec: KVSpec) -> int:
@@ -104,6 +108,6 @@ def _widened(spec: WorkspaceSpec) -> int:
 
 
 def _kv_copy(spec: WorkspaceSpec) -> int:
-    """A layer's keys may be copied while an operation before still reads them."""
+    """While one token still reads keys and values, the next writes to copies, in every layer."""
     one = KVSpec(spec.num_key_value_heads, spec.head_dim, spec.context, spec.number_nbytes)
-    return kv_nbytes(one)
+    return spec.num_layers * kv_nbytes(one)

@@ -211,7 +211,7 @@ def test_the_head_chooses_the_lowest_of_equal_logits_and_finds_what_is_no_number
         for special, expected in ((2.0, 70), (np.nan, -1), (np.inf, -1)):
             logits = np.zeros((1, 512), np.float32)
             logits[0, [70, 300, 511]] = special
-            monkeypatch.setattr(head, "_logits", lambda _, row=logits: mx.array(row))
+            monkeypatch.setattr(head, "_products", lambda _, row=logits: mx.array(row))
             assert head._choose(mx.zeros((1, 1))).item() == expected
 
 
