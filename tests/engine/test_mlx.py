@@ -146,6 +146,43 @@ def test_tokens_chosen_ahead_are_the_ones_that_logits_choose(
         assert ahead == plain
 
 
+@pytest.mark.parametrize("numbers", NUMBERS)
+def test_a_layer_as_one_call_gives_the_bits_of_its_blocks(
+    row_store: Store, numbers: Numbers
+) -> None:
+    import mlx.core as mx
+
+    with Engine.open(row_store.path, cap=PLENTY, **mlx_options(numbers)) as engine:
+        _fill(engine)
+        engine.feed(IDS)
+        forward, layers = engine._opened.forward, engine._opened.decoder.layers
+        with engine.turn:
+            x: Any = engine._opened.decoder.embedding(np.array([7], np.int32))
+            for number, layer in enumerate(layers):
+                table = forward._table(layer.moe_index)
+                assert table is not None
+                one, routing = forward._queued[number](x, layer.cache, len(IDS), table)
+                after = layer.attention(x, layer.cache, len(IDS))
+                apart = layer.router(after, 0)
+                experts = apart.experts[0]
+                assert np.array_equal(routing.experts, apart.experts)
+                slots = np.array(table)[experts].astype(np.int32)
+                x = layer.experts(after, apart, experts, slots)
+                bits = [np.array(r.astype(mx.float32)).tobytes() for r in (one, x)]
+                assert bits[0] == bits[1]
+
+
+def test_experts_nobody_chose_come_too_until_no_routing_is_looked_at(row_store: Store) -> None:
+    with Engine.open(row_store.path, cap=PLENTY, **mlx_options("f32")) as engine:
+        tiers = engine._opened.tiers
+        for _ in range(60):
+            list(engine.generate(IDS[:3], 8, ignore_eos=True))
+            tables = [tiers.table(layer) for layer in range(SMALL.num_hidden_layers)]
+            if all(table is not None for table in tables):
+                return
+        raise AssertionError(tables)
+
+
 def _fill(engine: Engine) -> None:
     """Have every expert in a slot."""
     for start in range(0, 480, 40):

@@ -9,6 +9,7 @@ import random
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,6 +21,7 @@ from aegis.tiers.scatter import Scatter
 
 PAGE = 4096
 SLOTS = 5
+EXPERTS = 6
 
 
 class Pools:
@@ -29,7 +31,7 @@ class Pools:
         """ranges: (offset, nbytes) of each part; misaligned: parts that start off a page."""
         self._held, parts = [], []
         for index, (offset, nbytes) in enumerate(ranges):
-            held = mmap.mmap(-1, SLOTS * nbytes + PAGE)
+            held = mmap.mmap(-1, (SLOTS + 1) * nbytes + PAGE)
             start = ctypes.addressof(ctypes.c_char.from_buffer(held))
             parts.append(SlotPart(offset, nbytes, start + 24 * (index in misaligned), nbytes))
             self._held.append(held)
@@ -156,7 +158,35 @@ def test_a_scattered_read_that_was_not_all_there_is_repeated(tmp_path: Path) -> 
     assert pools.read(1, len(record)) == padded(record, pools.parts)
 
 
-def tiers_of(folder: Path, pools: Pools, stride: int, settle: Callable[[], None]) -> ExpertTiers:
+def test_a_record_that_is_damaged_stays_so_however_often_it_is_read(tmp_path: Path) -> None:
+    pools = Pools([(0, PAGE), (PAGE, 100)])
+    record = random.Random(3).randbytes(2 * PAGE)
+    path = tmp_path / "record"
+    path.write_bytes(record[:-4000] + bytes([record[-4000] ^ 1]) + record[-3999:])
+    calls = []
+
+    def counted(fd: int, views: list[memoryview], offset: int) -> int:
+        calls.append(offset)
+        return os.preadv(fd, views, offset)
+
+    fd = os.open(path, os.O_RDONLY)
+    pool = PythonReadPool(1, read=counted, scatter=Scatter(pools.parts, len(record)))
+    ticket = pool.submit(fd, 0, len(record), 1, True, zlib.crc32(record))
+    pool.wait(ticket)
+    assert pool.damaged(ticket) == [0]
+    pool.close()
+    os.close(fd)
+    assert len(calls) == 3
+
+
+def tiers_of(
+    folder: Path,
+    pools: Pools,
+    stride: int,
+    settle: Callable[[], None],
+    num_slots: int = SLOTS,
+    **options: Any,
+) -> ExpertTiers:
     """Two layers of three experts over slots in parts."""
     paths = []
     for layer in range(2):
@@ -164,9 +194,10 @@ def tiers_of(folder: Path, pools: Pools, stride: int, settle: Callable[[], None]
         path.write_bytes(b"".join(record_of(layer, expert, stride) for expert in range(3)))
         paths.append(path)
     files = ExpertFiles(paths, stride - 1, stride, 3)
-    slots = SlotPool(SLOTS, stride, parts=pools.parts)
+    slots = SlotPool(num_slots, stride, parts=pools.parts)
     slots.settle = settle
-    return ExpertTiers(files, slots, num_experts_per_tok=2, staging_slots=2, guess="none")
+    options = {"guess": "none"} | options
+    return ExpertTiers(files, slots, num_experts_per_tok=2, staging_slots=2, **options)
 
 
 def use(tiers: ExpertTiers, layer: int, experts: list[int]) -> None:
@@ -226,4 +257,31 @@ def test_the_table_of_a_layer_is_there_when_all_its_experts_are(tmp_path: Path) 
         tiers.recover()
         resident = [sum(key // 3 == layer for key in tiers.slots.slot_of) for layer in range(2)]
         assert [tiers.table(layer) is not None for layer in range(2)] == [n == 3 for n in resident]
+        tiers.files.close()
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "guess", "comes"),
+    [(EXPERTS, "previous", True), (EXPERTS, "none", False), (SLOTS, "previous", False)],
+)
+def test_experts_that_nobody_chose_fill_slots_that_nobody_else_will_need(
+    tmp_path: Path, num_slots: int, guess: str, comes: bool
+) -> None:
+    pools, stride = Pools([(0, 2 * PAGE)]), 2 * PAGE
+    with tiers_of(
+        tmp_path, pools, stride, lambda: None, num_slots, guess=guess, guess_width=1
+    ) as tiers:
+        for _ in range(2):
+            for layer in range(2):
+                use(tiers, layer, [0, 1])
+                assert tiers.fill(layer) <= 1, "no more than guesses may be under way"
+                tiers._queue.settle_unpinned()
+        while tiers.fill(0) + tiers.fill(1):
+            while tiers._queue.in_flight:
+                tiers._queue.collect()
+        tables = [tiers.table(layer) for layer in range(2)]
+        assert [table is not None for table in tables] == [comes, comes]
+        for layer, table in enumerate(tables):
+            for expert, slot in enumerate([] if table is None else table.tolist()):
+                assert pools.read(slot, stride) == record_of(layer, expert, stride)
         tiers.files.close()
