@@ -51,8 +51,11 @@ class RuntimeFigures:
     """While loading, before anything else of the plan exists."""
 
 
-_RUNTIME_MIB = {"native": 46, "reference": 50, "mlx-cpu": 72, "mlx-metal": 120, "mlx-cuda": 1800}
+_RUNTIME_MIB = {"native": 46, "reference": 50, "mlx-cpu": 72, "mlx-metal": 120, "mlx-cuda": 960}
 """Interpreter and libraries, measured with tools/calibrate_runtime.py and rounded up."""
+
+DEVICE_RUNTIME_NBYTES = 840 * MIB
+"""What the driver, its libraries and compiled kernels take in the memory of a GPU (CUDA)."""
 
 
 def runtime_figures(backend: str, tokenizer_nbytes: int) -> RuntimeFigures:
@@ -86,8 +89,9 @@ _LEAST = {
     "threads": 1,
     "prefill_step": 1,
     "max_slots": 1,
+    "device_cap_nbytes": 1,
 }
-_OPTIONAL = ("context", "threads", "prefill_step", "max_slots")
+_OPTIONAL = ("context", "threads", "prefill_step", "max_slots", "device_cap_nbytes")
 _MOST = {"guess_width": 16, "io_threads": 64}
 
 
@@ -110,6 +114,9 @@ class Settings:
     """Numbers to compute in; auto: float32 on a CPU, the model's own on a GPU."""
     max_slots: int | None = None
     """Upper bound on expert slots, for experiments and tests; None leaves it to the plan."""
+    device_cap_nbytes: int | None = None
+    """What may lie in the memory of a GPU that has its own; the cap is then for the host. None: the
+    cap is for both together."""
 
     def __post_init__(self) -> None:
         """Refuse what no model could be opened with: ValueError, one sentence."""

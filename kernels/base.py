@@ -330,8 +330,9 @@ class OwnMemory(Protocol):
         """Bytes now, by what they are for: ``slots``, ``resident_weights``, ``kv_cache``,
         ``workspace`` (its peak)."""
 
-    def taken_nbytes(self, resident: int, shared: int) -> int:
-        """What the process takes on host and device, from what the system says of it: its resident
+    def apart(self, resident: int, shared: int) -> tuple[int, int]:
+        """What the process takes of the host's memory, and what its arrays take of a device that
+        has its own (0 where there is none). From what the system says of the process: its resident
         size, and the part of that which lies in files."""
 
 

@@ -3,7 +3,7 @@
 The engine hands over plain ints (``PlanRequest``) and gets a ``MemoryPlan`` back.
 """
 
-from aegis.planner.footprint import PlanRequest, PrefillOption
+from aegis.planner.footprint import DeviceShare, PlanRequest, PrefillOption
 from aegis.planner.ledger import LedgerRow, make_ledger
 from aegis.planner.plan import MemoryPlan, make_plan
 from aegis.planner.surroundings import Surroundings
@@ -11,6 +11,7 @@ from aegis.planner.sweep import sweep_plans
 from aegis.planner.units import format_size, parse_caps, parse_size
 
 __all__ = [
+    "DeviceShare",
     "LedgerRow",
     "MemoryPlan",
     "PlanRequest",

@@ -42,9 +42,15 @@ def explain_plan(plan: MemoryPlan) -> list[str]:
     ]
     rows.append(["total", format_size(plan.total_nbytes)])
     left = f"{format_size(plan.unused_nbytes)} unused"
-    if not plan.feasible:
-        left = plan.shortfall
-    rows.append(["cap", format_size(plan.cap_nbytes), left])
+    if plan.device is not None and plan.device.cap_nbytes is not None:
+        rows.append(["on the host", format_size(plan.host_nbytes)])
+        rows.append(["cap", format_size(plan.cap_nbytes), plan.shortfall or left])
+        left = plan.device_shortfall or f"{format_size(plan.unused_device_nbytes)} unused"
+        rows.append(["on the device", format_size(plan.device_nbytes)])
+        rows.append(["device cap", format_size(plan.device.cap_nbytes), left])
+    else:
+        reason = plan.shortfall or plan.device_shortfall
+        rows.append(["cap", format_size(plan.cap_nbytes), reason or left])
     warnings = [f"warning: {sentence}" for sentence in plan.warnings]
     return [*align([["memory plan", ""], *rows]), *warnings]
 

@@ -14,6 +14,19 @@ EmbeddingPlace = Literal["ram", "disk"]
 Item = tuple[str, int]
 """An item's name and its bytes."""
 
+DEVICE_ITEMS = (
+    "device_runtime",
+    "resident_weights",
+    "embedding_table",
+    "kv_cache",
+    "recurrent_state",
+    "workspace",
+    "logits",
+    "staging",
+    "hot_tier",
+)
+"""What lies in the memory of a device that has its own."""
+
 _LABELS = {"kv_cache": "KV cache", "io_buffers": "I/O buffers", "store": "store in memory"}
 
 
@@ -30,6 +43,24 @@ class PrefillOption:
     workspace_nbytes: int
     embedding_rows_nbytes: int = 0
     """Buffers for the embedding rows of one chunk, should the table stay on disk."""
+
+
+@dataclass(frozen=True)
+class DeviceShare:
+    """A GPU with memory of its own, which takes the items of DEVICE_ITEMS."""
+
+    runtime_nbytes: int
+    """The declared figure of its driver and libraries, in its memory."""
+    cap_nbytes: int | None = None
+    """What the device's items may take; the plan's cap is then for the host's. None: one cap is for
+    both together."""
+    around: Surroundings = NO_BOUND
+    """The device's memory."""
+
+    def __post_init__(self) -> None:
+        """Refuse values that no plan could honour."""
+        if self.runtime_nbytes < 0 or (self.cap_nbytes is not None and self.cap_nbytes < 1):
+            raise ValueError(f"device_cap_nbytes is {self.cap_nbytes}: it must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -68,6 +99,8 @@ class PlanRequest:
     """The model's own files, where they lie in memory (tmpfs) instead of on a disk."""
     reserve_nbytes: int = 0
     around: Surroundings = NO_BOUND
+    device: DeviceShare | None = None
+    """None: everything lies in the host's memory."""
 
     def __post_init__(self) -> None:
         """Refuse values that no plan could honour."""
@@ -132,9 +165,10 @@ def fixed_items(
     request: PlanRequest, option: PrefillOption, embedding: EmbeddingPlace
 ) -> list[Item]:
     """Every item but the slots, in the order the plan shows them."""
-    on_disk = embedding == "disk"
+    on_disk, device = embedding == "disk", request.device
     return [
         ("runtime", request.runtime_nbytes),
+        *([] if device is None else [("device_runtime", device.runtime_nbytes)]),
         ("resident_weights", request.resident_nbytes),
         ("embedding_table", 0 if on_disk else request.embedding_nbytes),
         ("embedding_rows", option.embedding_rows_nbytes if on_disk else 0),
@@ -147,6 +181,11 @@ def fixed_items(
         ("store", request.store_nbytes),
         ("runtime_reserve", request.reserve_nbytes),
     ]
+
+
+def device_nbytes(items: Sequence[Item]) -> int:
+    """Bytes of those items that a device with memory of its own holds."""
+    return sum(nbytes for name, nbytes in items if name in DEVICE_ITEMS)
 
 
 def fixed_nbytes(request: PlanRequest, option: PrefillOption, embedding: EmbeddingPlace) -> int:

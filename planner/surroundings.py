@@ -17,6 +17,8 @@ class Surroundings:
     """What the ceiling is, for a sentence."""
     free_nbytes: int | None = None
     """What a plan can have now without taking it from other programs."""
+    cap: str = "cap"
+    """What the cap that bounds a plan here is called."""
 
     def holds(self, nbytes: int) -> bool:
         """Whether a plan of so many bytes can exist here at all."""
@@ -30,11 +32,11 @@ class Surroundings:
     def refusal(self, nbytes: int, min_cap_nbytes: int) -> str:
         """One sentence about a plan that is too large, with what to do."""
         assert self.ceiling_nbytes is not None
-        remedy = f"use a cap of at most {self.ceiling_nbytes}B"
+        remedy = f"use a {self.cap} of at most {self.ceiling_nbytes}B"
         if min_cap_nbytes > self.ceiling_nbytes:
             remedy = (
-                f"even the smallest cap that opens, {min_cap_nbytes}B, is above it, so raise it or"
-                " use a shorter context"
+                f"even the smallest {self.cap} that opens, {min_cap_nbytes}B, is above it, so raise"
+                " it or use a shorter context"
             )
         return (
             f"the plan takes {format_size(nbytes)}, but {self.ceiling} ends at"
@@ -47,8 +49,8 @@ class Surroundings:
         if self.holds(nbytes) and not self.holds(cap_nbytes):
             assert self.ceiling_nbytes is not None
             found.append(
-                f"the cap of {format_size(cap_nbytes)} is above {self.ceiling}, which ends at"
-                f" {format_size(self.ceiling_nbytes)}; the plan fits since it needs no more than"
+                f"the {self.cap} of {format_size(cap_nbytes)} is above {self.ceiling}, which ends"
+                f" at {format_size(self.ceiling_nbytes)}; the plan fits since it needs no more than"
                 f" {format_size(nbytes)}"
             )
         # What is free is an estimate, and the reserve is rarely used.
@@ -56,7 +58,7 @@ class Surroundings:
             found.append(
                 f"the plan takes {format_size(nbytes)}, but only"
                 f" {format_size(self.free_nbytes)} are free now; other programs may be slowed down"
-                " or this one be killed: stop some, or use a smaller cap"
+                f" or this one be killed: stop some, or use a smaller {self.cap}"
             )
         return tuple(found)
 

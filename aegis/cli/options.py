@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from aegis.errors import UsageError
-from aegis.planner import parse_caps
+from aegis.planner import parse_caps, parse_size
 from aegis.settings import DEFAULT_CONTEXT, DEFAULT_GUESS_WIDTH, DEFAULT_IO_THREADS
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -26,6 +26,16 @@ def _read_caps(
         return None
     try:
         return parse_caps(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error), ctx, param) from None
+
+
+def _read_size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """``8GiB`` as bytes."""
+    if value is None:
+        return None
+    try:
+        return parse_size(value)
     except ValueError as error:
         raise click.BadParameter(str(error), ctx, param) from None
 
@@ -56,6 +66,13 @@ engine_options = _all(
             metavar="SIZE",
             help="Memory cap, as 4GiB or 512MiB; a range LOW..HIGH[:STEP] sweeps. "
             "[default: the smaller of 4GiB and half of the free memory]",
+        ),
+        click.option(
+            "--device-cap",
+            callback=_read_size,
+            metavar="SIZE",
+            help="What may lie in the memory of an NVIDIA GPU; --cap is then for the host alone. "
+            "[default: --cap is for both together]",
         ),
         click.option(
             "-c",
@@ -220,7 +237,12 @@ def engine_settings(options: Options) -> Options:
         "guess_width",
         "io_threads",
     )
-    renamed = {"context": "ctx_size", "prefill_step": "prefill_step_size", "threads": "threads"}
+    renamed = {
+        "context": "ctx_size",
+        "prefill_step": "prefill_step_size",
+        "threads": "threads",
+        "device_cap_nbytes": "device_cap",
+    }
     return {name: options[name] for name in same} | {
         field: options[name] for field, name in renamed.items()
     }

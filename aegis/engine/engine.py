@@ -78,7 +78,9 @@ class Engine:
             progress: called with (done, total) bytes while converting.
             on_plan: called with the plan before anything large is allocated.
             options: fields of ``aegis.settings.Settings``: backend, context, experts, embedding,
-                policy, guess, guess_width, io_threads, threads, prefill_step, max_slots.
+                policy, guess, guess_width, io_threads, threads, prefill_step, max_slots,
+                activations; ``device_cap``, as bytes or text: what may lie in the memory of an
+                NVIDIA GPU, while ``cap`` is for the host alone.
 
         Raises:
             PlanError: the plan does not fit; nothing was allocated.

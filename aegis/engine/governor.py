@@ -75,12 +75,15 @@ class ProcessGauge:
         runtime: tuple[int, int] = (0, 0),
         elsewhere_nbytes: int = 0,
         memory: OwnMemory | None = None,
+        device_nbytes: int | None = 0,
     ) -> None:
         """runtime: its figure in the plan, and what was measured before the arena was made. What
         the caller's own program held by then is not the engine's, so it does not count.
         elsewhere_nbytes: what is under the cap and not in this process, as files in memory.
-        memory: the backend's, beside the arena."""
+        memory: the backend's, beside the arena. device_nbytes: what a device's libraries take of
+        its own memory, which the cap is for, too; None: it has a cap of its own."""
         planned, measured = runtime
+        self._device_nbytes = device_nbytes
         self._cap_nbytes, self._arena, self._elsewhere_nbytes = cap_nbytes, arena, elsewhere_nbytes
         self._memory = memory
         held = sum(gauge._held_nbytes() for gauge in self._all)
@@ -102,10 +105,13 @@ class ProcessGauge:
 
     def taken(self) -> int:
         """Resident size of this process, and what else is under the cap."""
-        resident, shared = self._sizes()
+        host, shared = self._sizes()
+        device = 0
         if self._memory is not None:
-            resident = self._memory.taken_nbytes(resident, shared)
-        return resident + self._elsewhere_nbytes
+            host, device = self._memory.apart(host, shared)
+        if self._device_nbytes is None:
+            return host + self._elsewhere_nbytes
+        return host + device + self._device_nbytes + self._elsewhere_nbytes
 
     def _sizes(self) -> tuple[int, int]:
         """Resident size, and the part of it that lies in files."""
@@ -132,6 +138,37 @@ class ProcessGauge:
         """No longer part of the sum."""
         self._all.remove(self)
         _close(self._fd)
+
+
+class DeviceGauge:
+    """A cap of its own against what this process has in a device's memory."""
+
+    _all: ClassVar[list[DeviceGauge]] = []
+    """Those of every engine that is open in this process: together they may take the sum."""
+
+    def __init__(self, cap_nbytes: int, runtime_nbytes: int, memory: OwnMemory) -> None:
+        """runtime_nbytes: what the device's libraries take, once for all engines."""
+        self._cap_nbytes, self._runtime_nbytes, self._memory = cap_nbytes, runtime_nbytes, memory
+        self._all.append(self)
+
+    def taken(self) -> int:
+        """Bytes in the device's memory."""
+        return self._runtime_nbytes + self._memory.apart(0, 0)[1]
+
+    def room(self) -> int:
+        """Bytes until the cap."""
+        return sum(gauge._cap_nbytes for gauge in self._all) - self.taken()
+
+    def exceeded(self) -> str:
+        """The process against the device's cap."""
+        return (
+            f"the process takes {format_size(self.taken())} of the GPU's memory, above the device"
+            f" cap of {format_size(self._cap_nbytes)}; use a larger one"
+        )
+
+    def close(self) -> None:
+        """No longer part of the sum."""
+        self._all.remove(self)
 
 
 class GroupGauge:
@@ -201,10 +238,13 @@ class Governor:
         process: Gauge,
         limits: Callable[[], MemoryLimits] = memory_limits,
         clock: Callable[[], float] = monotonic,
+        device: Gauge | None = None,
     ) -> None:
-        self._tiers, self._process, self._limits, self._clock = tiers, process, limits, clock
+        """process: this process's cap; device: the one of a device, where it has its own."""
+        self._tiers, self._limits, self._clock = tiers, limits, clock
+        self._own = [process] if device is None else [process, device]
         self._limited: list[tuple[Path, int]] = []
-        self._gauges: list[Gauge] = [process]
+        self._gauges: list[Gauge] = list(self._own)
         self._due = self._trim_due = self._limits_due = 0.0
         self._room: int | None = None
         self.read_limits()
@@ -218,10 +258,10 @@ class Governor:
         groups = self._limits().groups
         limited = [(group.source, group.limit) for group in groups]
         if limited != self._limited:
-            for gauge in self._gauges[1:]:
+            for gauge in self._gauges[len(self._own) :]:
                 gauge.close()
             self._limited = limited
-            self._gauges = [self._process, *group_gauges(groups)]
+            self._gauges = [*self._own, *group_gauges(groups)]
 
     def watch(self) -> None:
         """Called between layers: mostly a comparison with the clock.

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Literal
 
 from aegis.errors import UsageError
 from aegis.kernels.base import Numbers
-from aegis.settings import PREFILL_STEPS, Settings
+from aegis.planner import DeviceShare, Surroundings
+from aegis.settings import DEVICE_RUNTIME_NBYTES, PREFILL_STEPS, Settings
 
 if TYPE_CHECKING:
     from aegis.checkpoint.layout import StoreLayout
@@ -66,3 +67,28 @@ def prefill_steps(settings: Settings, backend: str, context: int) -> list[int]:
 def runtime_name(backend: str, device: Device) -> str:
     """What the declared runtime figures are kept under."""
     return f"mlx-{device}" if backend == "mlx" else backend
+
+
+def device_share(settings: Settings, device: Device) -> DeviceShare | None:
+    """The part of a plan that a GPU with memory of its own holds; None where there is none.
+
+    Raises:
+        UsageError: a cap for such a device is given where there is none.
+    """
+    if device != "cuda":
+        if settings.device_cap_nbytes is not None:
+            raise UsageError(
+                "--device-cap is for a GPU with memory of its own, which the backend does not"
+                " compute on here; leave it out"
+            )
+        return None
+    from aegis.kernels.mlx.probe import gpu_memory
+
+    found = gpu_memory()
+    around = Surroundings(
+        ceiling_nbytes=None if found is None else found.total_nbytes,
+        ceiling="the GPU's memory",
+        free_nbytes=None if found is None else found.free_nbytes,
+        cap="device cap",
+    )
+    return DeviceShare(DEVICE_RUNTIME_NBYTES, settings.device_cap_nbytes, around)

@@ -12,7 +12,7 @@ from aegis.checkpoint.storage import storage_of
 from aegis.engine import memory
 from aegis.engine.embedding import DiskEmbedding
 from aegis.engine.forward import Forward
-from aegis.engine.governor import Governor, ProcessGauge
+from aegis.engine.governor import DeviceGauge, Governor, ProcessGauge
 from aegis.engine.planning import (
     Request,
     backend_layout,
@@ -27,7 +27,7 @@ from aegis.kernels import registry
 from aegis.kernels.sizes import align_up
 from aegis.models import family
 from aegis.models.base import Decoder, Parts
-from aegis.planner import MemoryPlan, format_size, make_ledger
+from aegis.planner import LedgerRow, MemoryPlan, format_size, make_ledger
 from aegis.settings import Settings
 from aegis.tiers.arena import Arena
 from aegis.tiers.errors import TiersError
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from aegis.checkpoint.layout import ExpertGeometry
     from aegis.checkpoint.store import Store
     from aegis.kernels.base import Backend, KVCache, Weight
-    from aegis.planner import LedgerRow
     from aegis.text.tokenizer import Tokenizer
 
 _EMBEDDING = "embed_tokens"
@@ -82,10 +81,21 @@ class Opened:
         items = dict(self.plan.items)
         runtime = (items["runtime"], self.runtime_nbytes)
         elsewhere = items["store"] + items["page_cache"]
+        own, device = self.backend.memory, self.plan.device
+        device_runtime = items.get("device_runtime", 0)
+        apart = device is not None and device.cap_nbytes is not None
         process = ProcessGauge(
-            self.plan.cap_nbytes, self.arena, runtime, elsewhere, self.backend.memory
+            self.plan.cap_nbytes,
+            self.arena,
+            runtime,
+            elsewhere,
+            own,
+            None if apart else device_runtime,
         )
-        self.governor = Governor(self.tiers, process)
+        gauge: DeviceGauge | None = None
+        if device is not None and device.cap_nbytes is not None and own is not None:
+            gauge = DeviceGauge(device.cap_nbytes, device_runtime, own)
+        self.governor = Governor(self.tiers, process, device=gauge)
         embed = self.disk_embedding or self.decoder.embedding
         self._forward = Forward(
             self.decoder, self.tiers, embed, self.governor.watch, self.backend.queue
@@ -116,13 +126,22 @@ class Opened:
         if self.backend.memory is not None:
             measured.update(self.backend.memory.measured())
         measured["slots"] -= min(measured["slots"], self.arena.released_nbytes)
-        return make_ledger(
+        rows = make_ledger(
             self.plan.items,
             measured,
             total_nbytes=self.plan.total_nbytes,
             peak_nbytes=memory.peak_nbytes(),
             together=_TOGETHER,
         )
+        return [*rows[:-1], *self._device_rows(), rows[-1]]
+
+    def _device_rows(self) -> list[LedgerRow]:
+        """What arrays take of a device's own memory, in all."""
+        own = self.backend.memory
+        if self.plan.device is None or own is None:
+            return []
+        planned = self.plan.device_nbytes - dict(self.plan.items)["device_runtime"]
+        return [LedgerRow("device_arrays", planned, sum(own.measured().values()))]
 
     def read_error(self, error: TiersError) -> AegisError:
         """A failure of the tiers as one of ours."""
@@ -199,7 +218,8 @@ def _load_tokenizer(folder: Path) -> Tokenizer:
 def _arena_nbytes(plan: MemoryPlan, owned: Collection[str]) -> int:
     """What the arena holds: every item but those that live in the interpreter's own memory, and
     those that the backend allocates. Never empty: an arena has at least a page."""
-    outside = {"runtime", "runtime_reserve", "io_buffers", "page_cache", "store", *owned}
+    outside = {"runtime", "device_runtime", "runtime_reserve", "io_buffers", "page_cache", "store"}
+    outside.update(owned)
     sizes = [align_up(nbytes, _ALIGN) for name, nbytes in plan.items if name not in outside]
     return sum(sizes) or _ALIGN
 

@@ -17,6 +17,7 @@ from aegis.engine.memory import resident_nbytes
 from aegis.engine.numbers import (
     NUMBER_NBYTES,
     device_of,
+    device_share,
     numbers_of,
     prefill_steps,
     runtime_name,
@@ -108,14 +109,23 @@ def _num_resident_weights(layout: StoreLayout) -> int:
 def settings_for(cap: str | int, options: Mapping[str, Any]) -> Settings:
     """Settings from a cap in bytes or as text, and from fields of ``Settings``.
 
+    ``device_cap``, also in either form, stands for ``device_cap_nbytes``.
+
     Raises:
         UsageError: the cap or an option is wrong.
     """
+    fields = dict(options)
     try:
-        cap_nbytes = cap if isinstance(cap, int) else parse_size(cap)
-        return Settings(cap_nbytes=cap_nbytes, **options)
+        device_cap = fields.pop("device_cap", None)
+        if device_cap is not None:
+            fields["device_cap_nbytes"] = _nbytes(device_cap)
+        return Settings(cap_nbytes=_nbytes(cap), **fields)
     except (TypeError, ValueError) as error:
         raise UsageError(str(error)) from None
+
+
+def _nbytes(size: str | int) -> int:
+    return size if isinstance(size, int) else parse_size(size)
 
 
 def choose_backend(name: str) -> str:
@@ -282,6 +292,7 @@ def _plan_request(request: Request) -> PlanRequest:
         store_nbytes=store_nbytes,
         reserve_nbytes=_reserve_nbytes(request),
         around=surroundings(memory_limits(), runtime.steady_nbytes, there),
+        device=device_share(settings, request.device),
     )
 
 

@@ -96,13 +96,14 @@ def describe(traits: Traits) -> str:
     return f"mlx {version('mlx')} ({', '.join(filter(None, (where, name, traits.numbers)))})"
 
 
-def taken_nbytes(traits: Traits, resident: int, shared: int) -> int:
-    """What the process takes in all. On CUDA arrays move between device and host, where they count
-    as mapped files: what lies in files beyond the libraries is theirs, and counted only once."""
+def apart(traits: Traits, resident: int, shared: int) -> tuple[int, int]:
+    """What the process takes on the host and on the device. With CUDA arrays move between the two;
+    on the host they count as mapped files. So what lies in files beyond the libraries is theirs,
+    and all of theirs is the device's, wherever it is at the moment."""
     if traits.device != "cuda":
-        return resident
+        return resident, 0
     moved = max(0, shared - traits.files_nbytes)
-    return resident - moved + int(mx.get_active_memory() + mx.get_cache_memory())
+    return resident - moved, int(mx.get_active_memory() + mx.get_cache_memory())
 
 
 def _files_nbytes() -> int:

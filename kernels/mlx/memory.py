@@ -151,9 +151,9 @@ class MlxMemory:
         peak = int(mx.get_peak_memory()) - sum(held.values())
         return held | {"workspace": max(0, peak)}
 
-    def taken_nbytes(self, resident: int, shared: int) -> int:
+    def apart(self, resident: int, shared: int) -> tuple[int, int]:
         """See OwnMemory."""
-        return device.taken_nbytes(self._traits, resident, shared)
+        return device.apart(self._traits, resident, shared)
 
     def close(self) -> None:
         """Drop every array."""

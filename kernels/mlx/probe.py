@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
 import platform
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from aegis.kernels.base import BackendUnavailableError
 
@@ -16,6 +19,34 @@ _CUDA = ("mlx-cuda-13", "mlx-cuda-12", "mlx-cuda")
 """Distributions that bring MLX's library for NVIDIA."""
 _DRIVER = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg", "/dev/nvhost-gpu")
 """One of these is there where an NVIDIA driver is."""
+
+
+class GpuMemory(NamedTuple):
+    """Bytes of an NVIDIA GPU's own memory."""
+
+    total_nbytes: int
+    free_nbytes: int
+
+
+class _NvmlMemory(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_ulonglong) for name in ("total", "free", "used"))
+
+
+def gpu_memory() -> GpuMemory | None:
+    """What the driver says of the first GPU that programs here may use; None where it cannot be
+    asked."""
+    with contextlib.suppress(OSError, AttributeError):
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+        if library.nvmlInit_v2():
+            return None
+        handle, memory = ctypes.c_void_p(), _NvmlMemory()
+        first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+        index = int(first) if first.isdecimal() else 0
+        failed = library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle))
+        failed = failed or library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
+        library.nvmlShutdown()
+        return None if failed else GpuMemory(int(memory.total), int(memory.free))
+    return None
 
 
 def installed_device() -> Device:
