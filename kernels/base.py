@@ -297,7 +297,7 @@ class Queue(Protocol):
         """Held around all calls of blocks, so that any thread's go to the same queue."""
 
     def start(self, results: Sequence[Array], routings: Sequence[Routing] = ()) -> None:
-        """Have these computed, without waiting."""
+        """Have these computed, without waiting. ``routings`` will be read later, all of them."""
 
     def token(self, best: Array) -> int:
         """Wait for what a head chose."""
@@ -310,8 +310,9 @@ class Queue(Protocol):
     def table(self, slots: NDArray[np.int32]) -> Array:
         """Expert id to slot, int32 [E], as a ``QueuedLayer`` wants it."""
 
-    def read(self, routings: Sequence[Routing]) -> None:
-        """Bring what was chosen in all of these, which were started, to the host."""
+    def read(self, routings: Sequence[Routing]) -> NDArray[np.int32]:
+        """What was chosen in these, each of one row and started: int32 [routings, K], any order
+        within a row."""
 
     def settle(self) -> None:
         """Wait until everything called so far is computed: slots may then be overwritten."""

@@ -180,15 +180,17 @@ class ExpertTiers:
         return found[1]
 
     def note_hits(self, layer_index: int, experts: NDArray[np.int32]) -> None:
-        """Some tokens chose these experts, [tokens, K], of a layer whose table was used."""
+        """Some tokens chose these experts, [tokens, K] in any order within a row, of a layer whose
+        table was used."""
         slots, counters = self.slots, self._queue.counting[layer_index]
         if layer_index <= self._last_layer:
             self._policy.tick(len(experts))
         self._last_layer = layer_index
-        self._guesser.remember(layer_index, experts[-1].tolist())
+        self._guesser.remember(layer_index, sorted(experts[-1].tolist()))
         first = layer_index * self._num_experts
-        chosen, counts = np.unique(experts, return_counts=True)
-        for expert, count in zip(chosen.tolist(), counts.tolist(), strict=True):
+        counts = np.bincount(experts.reshape(-1))
+        chosen = np.flatnonzero(counts)
+        for expert, count in zip(chosen.tolist(), counts[chosen].tolist(), strict=True):
             slot = slots.slot_of.get(first + expert, NOWHERE)
             counters.hits += count
             if slot == NOWHERE:

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 
 _COUNTED_TOGETHER = 16
-"""Tokens whose choices are counted at once: it takes Python longer than the device to make them."""
+"""Tokens whose choices are counted at once: bringing them to the host and counting takes as long
+for one as for many."""
 
 
 class Embed(Protocol):
@@ -65,7 +66,7 @@ class Forward:
 
     def decode(self, token: int, position: int) -> Array:
         """One token at ``position`` to its last hidden state [1, H]."""
-        self.count()
+        self.count(least=_COUNTED_TOGETHER)
         x = self._embed(np.array([token], np.int32))
         unseen: list[tuple[int, Routing]] = []
         candidates = self._tiers.candidates
@@ -73,15 +74,22 @@ class Forward:
             self._watch()
             table = self._table(layer.moe_index)
             if table is None:
+                self.count()
                 x = layer.attention(x, layer.cache, position)
                 x = self._decode_experts(layer, x, layer.router(x, candidates))
             else:
                 x, routing = self._queued[number](x, layer.cache, position, table)
                 unseen.append((layer.moe_index, routing))
-        if self._queue is not None and unseen:
-            self._queue.start([x], [routing for _, routing in unseen])
-            self._unseen.append(unseen)
+        if unseen:
+            self._start(x, unseen)
         return x
+
+    def _start(self, result: Array, unseen: list[tuple[int, Routing]]) -> None:
+        """Have a token computed, and every now and then what the latest ones have chosen."""
+        assert self._queue is not None
+        self._unseen.append(unseen)
+        together = self._unseen if len(self._unseen) == _COUNTED_TOGETHER else []
+        self._queue.start([result], [routing for token in together for _, routing in token])
 
     def decode_ahead(self, best: Array, position: int) -> tuple[Array, Array] | None:
         """The same for a token that only the device knows, and what the head chooses behind it.
@@ -95,15 +103,14 @@ class Forward:
         tables = [self._table(layer.moe_index) for layer in layers]
         if any(table is None for table in tables):
             return None
-        self.count(all_but=1)
+        self.count(least=_COUNTED_TOGETHER, all_but=1)
         x = self._embed(best)
         unseen: list[tuple[int, Routing]] = []
         for queued, layer, table in zip(self._queued, layers, tables, strict=True):
             x, routing = queued(x, layer.cache, position, table)
             unseen.append((layer.moe_index, routing))
         following = cast("QueuedHeadBlock", self._decoder.head).best(x)
-        queue.start([following], [routing for _, routing in unseen])
-        self._unseen.append(unseen)
+        self._start(following, unseen)
         return x, following
 
     def best(self, hidden: Array) -> Array:
@@ -139,22 +146,23 @@ class Forward:
         """Whether ``count`` has anything to do."""
         return bool(self._unseen)
 
-    def count(self, all_but: int = 0) -> None:
+    def count(self, least: int = 1, all_but: int = 0) -> None:
         """Tell the tiers what was chosen by routers that nobody waited for.
 
-        all_but: leave so many of the latest tokens, which may still be computed.
+        least: not for fewer tokens. all_but: leave so many of the latest, which may still be
+        computed.
         """
         queue, ready = self._queue, len(self._unseen) - all_but
-        if queue is None or ready < (_COUNTED_TOGETHER if all_but else 1):
+        if queue is None or ready < least:
             return
         tokens, self._unseen = self._unseen[:ready], self._unseen[ready:]
-        queue.read([routing for token in tokens for _, routing in token])
-        by_layer: dict[int, list[NDArray[np.int32]]] = {}
-        for token in tokens:
-            for index, routing in token:
-                by_layer.setdefault(index, []).append(routing.experts[0])
-        for index, chosen in by_layer.items():
-            self._tiers.note_hits(index, np.stack(chosen))
+        flat = [one for token in tokens for one in token]
+        chosen = queue.read([routing for _, routing in flat])
+        rows: dict[int, list[int]] = {}
+        for row, (index, _) in enumerate(flat):
+            rows.setdefault(index, []).append(row)
+        for index, those in rows.items():
+            self._tiers.note_hits(index, chosen[those])
 
     def close(self) -> None:
         """Count what was queued, and let go of the model."""

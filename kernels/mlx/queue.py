@@ -14,7 +14,7 @@ from aegis.kernels.mlx import device
 from aegis.kernels.mlx.attention import MlxAttention
 from aegis.kernels.mlx.experts import MlxExperts
 from aegis.kernels.mlx.layer import MlxLayer
-from aegis.kernels.mlx.router import MlxRouter, gather, spread
+from aegis.kernels.mlx.router import MlxRouter, MlxRouting
 
 
 class MlxQueue:
@@ -24,6 +24,8 @@ class MlxQueue:
         # MLX's usual streams belong to the thread that made them.
         self._stream = mx.new_thread_unsafe_stream(mx.default_device())
         self._last: mx.array | None = None
+        self._gathered: tuple[list[Routing], mx.array] | None = None
+        """Routings that will be read together, and what was chosen in all of them."""
 
     def stream(self) -> mx.StreamContext:
         """See Queue."""
@@ -44,7 +46,11 @@ class MlxQueue:
 
     def start(self, results: Sequence[mx.array], routings: Sequence[Routing] = ()) -> None:
         """See Queue. Chosen experts are gathered into one array, which is one transfer later."""
-        device.start(*results, *gather(routings))
+        if routings:
+            together = _together(routings)
+            self._gathered = list(routings), together
+            results = [*results, together]
+        device.start(*results)
 
     def token(self, best: mx.array) -> int:
         """See Queue."""
@@ -57,9 +63,12 @@ class MlxQueue:
         mx.eval(table)
         return table
 
-    def read(self, routings: Sequence[Routing]) -> None:
+    def read(self, routings: Sequence[Routing]) -> NDArray[np.int32]:
         """See Queue."""
-        spread(routings)
+        gathered, self._gathered = self._gathered, None
+        known = gathered is not None and list(map(id, gathered[0])) == list(map(id, routings))
+        together = gathered[1] if gathered is not None and known else _together(routings)
+        return np.array(together).astype(np.int32)
 
     def settle(self) -> None:
         """See Queue."""
@@ -67,3 +76,8 @@ class MlxQueue:
             with self.stream():
                 mx.eval(self._last)
             self._last = None
+
+
+def _together(routings: Sequence[Routing]) -> mx.array:
+    """What single rows chose, uint32 [routings, K]."""
+    return mx.concatenate([cast(MlxRouting, routing).ids for routing in routings])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import mlx.core as mx
 import numpy as np
@@ -26,8 +26,6 @@ class MlxRouting(Routing):
         and guessed [T, K] or None."""
         self._chosen, self._guessed, self._spec = chosen, guessed, spec
         self._host: tuple[I32, I32] | None = None
-        self.shared: tuple[mx.array, int] | None = None
-        """An array with the choices of several layers, and which row is this layer's."""
         self.weights: mx.array
         self.normed: mx.array
 
@@ -52,15 +50,6 @@ class MlxRouting(Routing):
         """See Routing."""
         return self._on_host()[1]
 
-    @property
-    def is_known(self) -> bool:
-        """Whether the host knows what was chosen."""
-        return self._host is not None
-
-    def know(self, ids: I32) -> None:
-        """The host has been told ``ids``, and there is no guess."""
-        self._host, self.shared = (ids, _NOBODY), None
-
     def pending(self) -> list[mx.array]:
         """What has to be computed before the host can look."""
         return [self._chosen] if self._guessed is None else [self._chosen, self._guessed]
@@ -75,29 +64,6 @@ class MlxRouting(Routing):
             else:
                 self._host = chosen, _most_chosen(np.array(self._guessed), self._spec.num_experts)
         return self._host
-
-
-def gather(routings: Sequence[Routing]) -> list[mx.array]:
-    """Put what single rows chose in several layers into one array, so that it can be read at once;
-    what has to be computed for that."""
-    waiting = [r for r in routings if isinstance(r, MlxRouting) and not r.is_known]
-    if not waiting:
-        return []
-    together = mx.concatenate([routing.ids for routing in waiting])
-    for row, routing in enumerate(waiting):
-        routing.shared = (together, row)
-    return [together]
-
-
-def spread(routings: Sequence[Routing]) -> None:
-    """Read the arrays of ``gather`` and give every routing its row."""
-    known: dict[int, I32] = {}
-    for routing in routings:
-        if isinstance(routing, MlxRouting) and routing.shared is not None:
-            together, row = routing.shared
-            if id(together) not in known:
-                known[id(together)] = np.array(together).astype(np.int32)
-            routing.know(known[id(together)][row : row + 1])
 
 
 def _most_chosen(rows: NDArray[np.uint32], num_experts: int) -> I32:
