@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import re
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -93,3 +95,61 @@ def test_looking_does_not_import_mlx() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+class FakeDriver:
+    """The driver's library, with a GPU of 100 bytes at each index; ``broken`` calls fail."""
+
+    def __init__(self, broken: str = "") -> None:
+        self.broken, self.asked, self.open = broken, -1, 0
+
+    def nvmlInit_v2(self) -> int:
+        """Begin."""
+        self.open += self.broken != "init"
+        return int(self.broken == "init")
+
+    def nvmlShutdown(self) -> int:
+        """End."""
+        self.open -= 1
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index: int, handle: Any) -> int:
+        """Which GPU."""
+        self.asked = index
+        return int(self.broken == "handle")
+
+    def nvmlDeviceGetMemoryInfo(self, handle: Any, memory: Any) -> int:
+        """Its memory."""
+        memory._obj.total, memory._obj.free, memory._obj.used = 100, 70, 30
+        return int(self.broken == "memory")
+
+
+@pytest.mark.parametrize(("visible", "index"), [(None, 0), ("2,1", 2), ("GPU-8a5", 0), ("", 0)])
+def test_the_driver_says_what_memory_the_first_gpu_has(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, index: int
+) -> None:
+    driver = FakeDriver()
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert probe.gpu_memory() == (100, 70)
+    assert (driver.asked, driver.open) == (index, 0)
+
+
+@pytest.mark.parametrize("broken", ["init", "handle", "memory"])
+def test_a_driver_that_does_not_answer_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    driver = FakeDriver(broken)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    assert probe.gpu_memory() is None
+    assert driver.open == 0
+
+
+def test_without_a_driver_nothing_is_known_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    assert probe.gpu_memory() is None
