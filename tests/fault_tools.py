@@ -11,6 +11,7 @@ import random
 import subprocess
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -163,7 +164,9 @@ def in_child(work: Callable[[], object], limit_s: int = 60) -> str:
 
     The child takes the interpreter's whole way out, so that what ends there is tried too."""
     read, write = os.pipe()
-    child = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons' about forks
+        child = os.fork()
     if not child:
         os.close(read)
         _answer(work, write, limit_s)

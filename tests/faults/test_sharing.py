@@ -79,8 +79,9 @@ def test_a_fork_during_a_generation_does_not_disturb_it(engine: Engine, expected
 
 
 WAYS_OUT = """
-import os, sys
+import os, sys, warnings
 from aegis import Engine
+warnings.simplefilter("ignore")  # newer Pythons' about forks
 path, backend, way = sys.argv[1:]
 engine = Engine.open(path, cap="300MiB", context=64, max_slots=4, backend=backend)
 list(engine.generate([5, 90, 411], 2, ignore_eos=True))
