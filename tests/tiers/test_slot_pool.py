@@ -125,6 +125,13 @@ class SlotMachine(RuleBasedStateMachine):
             self.hot.add(key)
             self.order.remove(key)
 
+    @rule(key=KEYS)
+    def refresh(self, key: int) -> None:
+        if key in self.order:
+            self.slots.refresh(self.slots.slot_of[key])
+            self.order.remove(key)
+            self.order.append(key)
+
     @rule(data=st.data())
     def forget(self, data: st.DataObject) -> None:
         slot = self.slot(RESIDENT, data)
@@ -184,9 +191,14 @@ def test_a_slot_is_only_used_as_its_state_allows() -> None:
     for call in (slots.arrive, slots.fail, slots.pin, slots.unpin, slots.forget):
         with pytest.raises(SlotError):
             call(slot)
+    with pytest.raises(SlotError, match="not the next free one"):
+        slots.begin(1 - slot, 5)
     slots.begin(slot, 5)
     with pytest.raises(SlotError):
         slots.begin(slot, 6)
+    slots.begin(1 - slot, 6)
+    with pytest.raises(SlotError, match="not the next free one"):
+        slots.begin(slot, 7)
 
 
 def test_slots_that_direct_reads_cannot_fill_are_refused() -> None:
