@@ -71,11 +71,7 @@ class ProcessGauge:
     """Those of every engine that is open in this process: together they may take the sum."""
 
     def __init__(
-        self,
-        cap_nbytes: int,
-        arena: Arena,
-        runtime: tuple[int, int],
-        elsewhere_nbytes: int,
+        self, cap_nbytes: int, arena: Arena, runtime: tuple[int, int], elsewhere_nbytes: int
     ) -> None:
         """runtime: its figure in the plan, and what was measured before the arena was made. What
         the caller's own program held by then is not the engine's, so it does not count.
@@ -253,7 +249,7 @@ class Governor:
         heap.trim()
         # Where another process is quicker there is no memory, and everything stays as it was.
         with contextlib.suppress(ArenaError):
-            self._tiers.retake_nbytes(max(0, self.room() - SPARE_NBYTES))
+            self._tiers.retake_nbytes(self.room() - SPARE_NBYTES)
 
     def close(self) -> None:
         """Close the gauges' files."""
