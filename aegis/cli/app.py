@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import sys
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 import click
 
 from aegis.cli.signals import Ended, ending, ignore
+from aegis.cli.streams import forget, prepare_streams, tell
 from aegis.errors import AegisError
 
 INTERRUPTED = 130
@@ -48,7 +48,7 @@ def group(ctx: click.Context) -> None:
     at every cap.
     """
     if ctx.invoked_subcommand is None:
-        click.echo(ctx.get_help(), err=True)
+        tell(ctx.get_help())
         ctx.exit(click.UsageError.exit_code)
 
 
@@ -60,28 +60,14 @@ def run_command(arguments: Sequence[str] | None = None) -> None:
     sys.exit(code)
 
 
-def prepare_streams() -> None:
-    """Make the standard streams ones that nothing said or read can break."""
-    for fd in (0, 1, 2):
-        try:
-            os.set_blocking(fd, True)  # A parent's pipe may not be: writing to it would lose text.
-        except OSError:
-            # Closed: the next file would get this number, and what is meant for people go into it.
-            os.open(os.devnull, os.O_RDWR)
-    ways = ((sys.stdin, "surrogateescape"), (sys.stdout, "replace"), (sys.stderr, "replace"))
-    for stream, errors in ways:
-        with contextlib.suppress(AttributeError):
-            stream.reconfigure(errors=errors)  # type: ignore[union-attr]
-
-
 def _flushed(code: int) -> int:
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
     except BrokenPipeError:
-        _forget_stdout()
+        forget(sys.stdout)
     except OSError as error:
-        _forget_stdout()
+        forget(sys.stdout)
         return _fail(_system_error(error), 1)
     return code
 
@@ -107,7 +93,7 @@ def _guarded(arguments: Sequence[str] | None) -> int:
     except (KeyboardInterrupt, click.Abort):
         return INTERRUPTED
     except BrokenPipeError:
-        _forget_stdout()
+        forget(sys.stdout)
         return 0
     except MemoryError:
         return _fail("the system gave no more memory; use a smaller --cap or --ctx-size", 1)
@@ -144,12 +130,5 @@ def _system_error(error: OSError) -> str:
 def _fail(sentence: str, code: int) -> int:
     if (signalled := ending()) is not None:
         return signalled  # Not an error of its own: it came of the way out.
-    with contextlib.suppress(OSError):
-        click.echo(f"error: {sentence}", err=True)
+    tell(f"error: {sentence}")
     return code
-
-
-def _forget_stdout() -> None:
-    """The reader is gone: let the interpreter's last flush go nowhere instead of complaining."""
-    if sys.stdout is not None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +77,7 @@ def command(
             }
         )
     else:
-        click.echo(store.path)
+        click.echo(os.fsencode(store.path))  # Whatever the locale: a shell goes on with it.
     return 0
 
 
