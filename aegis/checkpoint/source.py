@@ -41,7 +41,7 @@ class Checkpoint:
         if isinstance(path, cls):
             return path
         folder = Path(path)
-        if not folder.is_dir():
+        if not os.path.isdir(folder):  # Path's raises where a name is too long
             raise CheckpointError(f"{folder} is not a folder with a checkpoint or a store")
         config = load_config(folder)
         index = folder / INDEX

@@ -169,6 +169,8 @@ prompt_options = _all(
         ),
         click.option("--raw", is_flag=True, help="Send the prompt without a chat template."),
         click.option("--ignore-eos", is_flag=True, help="Go on behind the end token."),
+        # For sweep: what it pipes to its runs is the prompt to the last line end.
+        click.option("--exact", is_flag=True, hidden=True),
     ]
 )
 

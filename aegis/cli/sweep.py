@@ -120,9 +120,9 @@ def _rows(
 
 def _run(request: Request, cap: int, options: Options) -> dict[str, Any]:
     """One ``aegis run --json`` in a fresh process; its failure is ours."""
-    arguments = ["run", "--json", "--quiet", "--cap", f"{cap}B", *_passed_on(options)]
+    arguments = ["run", "--json", "--quiet", "--exact", "--cap", f"{cap}B", *_passed_on(options)]
     if request.model is not None:
-        arguments += ["--model", str(request.model)]
+        arguments += ["--model", str(request.model.absolute())]
     try:
         done = subprocess.run(
             [sys.executable, "-m", "aegis", *arguments],
@@ -149,7 +149,7 @@ def _failure(done: subprocess.CompletedProcess[bytes], cap: int) -> AegisError:
     return error
 
 
-_NOT_PASSED = {"model", "prompt", "prompt_file", "cap", "as_json", "quiet", "verbose"}
+_NOT_PASSED = {"model", "prompt", "prompt_file", "exact", "cap", "as_json", "quiet", "verbose"}
 
 
 def _passed_on(options: Options) -> list[str]:

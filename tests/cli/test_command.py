@@ -177,6 +177,19 @@ def test_a_sweep_has_a_row_per_cap_and_says_that_they_are_identical(
     assert text.stdout.count("yes") == 2, text.stderr
 
 
+def test_a_sweep_runs_the_prompt_that_a_run_would(
+    aegis: Aegis, small_model: str, tmp_path: Path
+) -> None:
+    """Ends of lines count where they were typed, and a folder may be called like a home."""
+    (tmp_path / "~m").symlink_to(small_model)
+    common = ("-m", "./~m", "-p", "\n", "--raw", "-n", "1", "--backend", "reference", "-c", "64")
+    tokens = [
+        json.loads(aegis(verb, *common, "--cap", "1GiB", "--json").stdout)["prompt_tokens"]
+        for verb in ("run", "sweep")
+    ]
+    assert tokens == [1, 1]
+
+
 def test_a_sweep_where_nothing_fits_exits_3(aegis: Aegis) -> None:
     done = aegis("sweep", "hello", "--cap", "1MiB..2MiB:1MiB")
     assert done.returncode == 3
