@@ -2,6 +2,20 @@
 
 from __future__ import annotations
 
+import reprlib
+from typing import Any
+
+_shown = reprlib.Repr()
+_shown.maxstring = _shown.maxother = _shown.maxlong = 60
+
+
+def shown(value: Any) -> str:
+    """A value as a message may show it, wherever it came from: short, on one line."""
+    try:
+        return _shown.repr(value)
+    except ValueError:
+        return "a number of thousands of digits"
+
 
 class AegisError(Exception):
     """Base of all aegis errors; ``str(error)`` is one sentence for the user."""

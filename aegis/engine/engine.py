@@ -14,7 +14,7 @@ import numpy as np
 from aegis.engine.logits_room import LogitsRoom
 from aegis.engine.opening import Opened, open_model
 from aegis.engine.planning import settings_for
-from aegis.engine.token_ids import refuse_bytes, token_array, whole
+from aegis.engine.token_ids import refuse_no_ids, token_array, whole
 from aegis.engine.turn import Turn, in_turn
 from aegis.errors import AegisError, UsageError
 from aegis.planner import format_size
@@ -174,6 +174,7 @@ class Engine:
 
         The last token is always computed, so that there is a state to return.
         """
+        refuse_no_ids(ids)
         if 1 < len(ids) == len(self._cached) + 1 and self._cached == token_array(ids[:-1]):
             return self.feed_token(ids[-1])
         ids = self._check(ids)
@@ -257,11 +258,11 @@ class Engine:
     def _check(self, ids: Sequence[int]) -> list[int]:
         """The ids as whole numbers that the vocabulary and the context have room for."""
         self._check_open()
+        refuse_no_ids(ids)
         if not len(ids):
             raise UsageError("there are no tokens to compute; give at least one")
         if len(ids) > self.context:
             raise self.too_long(len(ids))
-        refuse_bytes(ids)
         return [self._checked_token(token) for token in ids]
 
     def too_long(self, tokens: int, about: bool = False) -> UsageError:

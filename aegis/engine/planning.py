@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from mmap import PAGESIZE
 from os import PathLike
 from pathlib import Path
@@ -14,7 +14,7 @@ from aegis.checkpoint.config import tokenizer_nbytes
 from aegis.checkpoint.storage import DIRECT, Storage, storage_of
 from aegis.engine.limits import MemoryLimits, memory_limits
 from aegis.engine.memory import resident_nbytes
-from aegis.errors import BackendError, UsageError
+from aegis.errors import BackendError, UsageError, shown
 from aegis.kernels import registry
 from aegis.kernels.base import BackendUnavailableError, WorkspaceSpec
 from aegis.kernels.sizes import align_up
@@ -94,10 +94,15 @@ def settings_for(cap: str | int, options: Mapping[str, Any]) -> Settings:
     Raises:
         UsageError: the cap or an option is wrong.
     """
+    known = [field.name for field in fields(Settings) if field.name != "cap_nbytes"]
+    for name in options.keys() - known:
+        raise UsageError(f"there is no option {shown(name)}; the options are {', '.join(known)}")
+    if not isinstance(cap, str) and not hasattr(cap, "__index__"):
+        raise UsageError(f"cap is {shown(cap)}; give text, as 4GiB or 512MiB, or whole bytes")
     try:
-        cap_nbytes = cap if isinstance(cap, int) else parse_size(cap)
+        cap_nbytes = parse_size(cap) if isinstance(cap, str) else cap
         return Settings(cap_nbytes=cap_nbytes, **options)
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise UsageError(str(error)) from None
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aegis.engine.token_ids import whole
-from aegis.errors import LogitsError, UsageError
+from aegis.errors import LogitsError, UsageError, shown
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -261,5 +261,8 @@ def _not_finite(token: int, value: float) -> str:
 
 def _number(value: Any, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise UsageError(f"{name} must be a number, got {value!r}")
-    return float(value)
+        raise UsageError(f"{name} must be a number, got {shown(value)}")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.copysign(math.inf, 1 if value == abs(value) else -1)

@@ -125,7 +125,8 @@ def test_a_tilde_is_the_home_only_where_a_shell_takes_it_for_that(
     Path("~", "here").mkdir()
     assert resolve_model("~/m") == tmp_path / "m"
     here = resolve_model("./~/here")
-    assert here is not None and here.is_dir()
+    assert here is not None
+    assert here.is_dir()
 
 
 def test_what_is_piped_exactly_keeps_its_ends(monkeypatch: pytest.MonkeyPatch) -> None:

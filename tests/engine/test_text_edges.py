@@ -121,7 +121,7 @@ def test_overlapping_stop_strings(kinds: dict[str, Tokenizer], stops: Any, shown
     assert said(kinds["byte_level"], ids, stop=stops)[0] == shown
 
 
-@pytest.mark.parametrize("stops", ["", [""], ["a", ""], [5], [None], [b"a"]])
+@pytest.mark.parametrize("stops", ["", [""], ["a", ""], 5, [5], [None], [b"a"], b"a", [["a"]]])
 def test_stop_strings_that_mean_nothing_are_refused(
     kinds: dict[str, Tokenizer], stops: Any
 ) -> None:
