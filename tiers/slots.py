@@ -216,7 +216,7 @@ class SlotPool:
     def _before(self, offset: int) -> int:
         """How many slots lie wholly before an offset into the arena."""
         assert self.arena is not None
-        return max(0, offset - (self.base - self.arena.base)) // self.stride
+        return (offset - (self.base - self.arena.base)) // self.stride
 
     def slots_for(self, nbytes: int) -> int:
         """How many given-back slots fit when up to ``nbytes`` of memory are taken back."""

@@ -213,6 +213,7 @@ def test_slots_given_back_at_the_end_of_the_arena_are_memory_given_back() -> Non
     assert memory.slots.shrink(300) == 300
     given = memory.arena.released_nbytes
     assert 300 * STRIDE - (2 << 20) < given <= 300 * STRIDE
+    assert memory.slots.slots_for(given - 1) < memory.slots.slots_for(given) == 300
     assert memory.slots.grow(1000) == 300
     assert memory.arena.released_nbytes == 0
     memory.arena.close()
@@ -228,6 +229,10 @@ def test_where_no_slot_can_go_no_memory_goes_either() -> None:
     arena.close()
 
 
+@example(stride=65536, before=99, behind=0, asks=[(True, 8 << 20), (False, 5 << 20)], least=1)
+@example(
+    stride=3 << 20, before=1 << 20, behind=0, asks=[(True, 9 << 20), (False, 6 << 20)], least=1
+)
 @example(stride=4096, before=0, behind=0, asks=[(True, 1), (False, 4096)], least=1)
 @given(
     stride=st.sampled_from([4096, 65536, 300 << 10, 1 << 20, 3 << 20]),
