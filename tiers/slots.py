@@ -230,7 +230,7 @@ class SlotPool:
         return max(0, min(self._before(end), self.num_slots - 1) - self.capacity)
 
     def _vacate(self, slot: int) -> None:
-        target = self._target_below(slot)
+        target = self._target_for(slot)
         if target == NOWHERE:
             self.forget(slot)
             return
@@ -248,14 +248,14 @@ class SlotPool:
         if hot:
             self.heat(target)
 
-    def _target_below(self, slot: int) -> int:
-        lower = [other for other in self.free if other < slot]
-        if lower:
-            return min(lower)
+    def _target_for(self, slot: int) -> int:
+        """Where the expert of the last slot in use goes: every other one is a lower one."""
+        if self.free:
+            return min(self.free)
         if self.hot_index[slot] == NOWHERE:
             return NOWHERE
         for other in self.transient:
-            if other < slot and self.state[other] == RESIDENT and not self.pins[other]:
+            if self.state[other] == RESIDENT and not self.pins[other]:
                 self.forget(other)
                 return other
         return NOWHERE

@@ -229,6 +229,58 @@ def test_where_no_slot_can_go_no_memory_goes_either() -> None:
     arena.close()
 
 
+def filled(num_slots: int) -> SlotReader:
+    """Slots that hold the experts of their own numbers, slot 0's being the oldest."""
+    memory = SlotReader(num_slots)
+    for key in range(num_slots):
+        slot = memory.slots.reclaim()
+        assert slot == key
+        memory.slots.begin(slot, key)
+        ctypes.memset(memory.slots.base + slot * STRIDE, key, STRIDE)
+        memory.slots.arrive(slot)
+    return memory
+
+
+def test_what_moves_to_a_lower_slot_stays_what_it_was() -> None:
+    memory = filled(4)
+    slots = memory.slots
+    wasted: list[int] = []
+    slots.on_waste = wasted.append
+    slots.heat(3)
+    slots.guessed[2] = True
+    slots.forget(0)
+    slots.forget(1)
+    assert slots.shrink(2) == 2
+    assert slots.slot_of == {3: 0, 2: 1}
+    assert (slots.hot, list(slots.transient), wasted) == ([0], [1], [])
+    assert slots.guessed == [False, True, False, False]
+    assert [memory.read(slot)[0] for slot in (0, 1)] == [3, 2]
+    check_slots(slots)
+    memory.arena.close()
+
+
+def test_a_hot_expert_takes_the_oldest_slot_that_nobody_uses_and_others_just_go() -> None:
+    memory = filled(6)
+    slots = memory.slots
+    for hot in (5, 4):
+        slots.heat(hot)
+    slots.pin(0)
+    slots.refresh(1)
+    assert slots.shrink(1) == 1
+    assert slots.slot_of == {0: 0, 1: 1, 5: 2, 3: 3, 4: 4}
+    assert slots.shrink(2) == 2
+    assert slots.slot_of == {0: 0, 4: 1, 5: 2}
+    assert (set(slots.hot), list(slots.transient)) == ({1, 2}, [0])
+    check_slots(slots)
+    slots.unpin(0)
+    slots.forget(0)
+    slots.begin(0, 7)
+    assert slots.shrink(1) == 1
+    assert slots.slot_of == {7: 0, 4: 1}
+    check_slots(slots)
+    memory.arena.close()
+
+
 @example(stride=65536, before=99, behind=0, asks=[(True, 8 << 20), (False, 5 << 20)], least=1)
 @example(
     stride=3 << 20, before=1 << 20, behind=0, asks=[(True, 9 << 20), (False, 6 << 20)], least=1
