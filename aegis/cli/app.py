@@ -11,6 +11,7 @@ import click
 
 from aegis.cli.signals import Ended, ending, ignore
 from aegis.cli.streams import forget, prepare_streams, tell
+from aegis.cli.wrong_usage import sentence
 from aegis.errors import AegisError
 
 INTERRUPTED = 130
@@ -68,7 +69,7 @@ def _flushed(code: int) -> int:
         forget(sys.stdout)
     except OSError as error:
         forget(sys.stdout)
-        return _fail(_system_error(error), 1)
+        return code or _fail(_system_error(error), 1)  # Or the failure has been told already.
     return code
 
 
@@ -84,8 +85,7 @@ def _guarded(arguments: Sequence[str] | None) -> int:
     except AegisError as error:
         return _fail(str(error), error.exit_code)
     except click.UsageError as error:
-        hint = f"; see {error.ctx.command_path} --help" if error.ctx else ""
-        return _fail(error.format_message().rstrip(".") + hint, error.exit_code)
+        return _fail(sentence(error), error.exit_code)
     except click.ClickException as error:
         return _fail(error.format_message(), error.exit_code)
     except Ended as ended:
@@ -127,8 +127,8 @@ def _system_error(error: OSError) -> str:
     return f"{where}{error.strerror or error}"
 
 
-def _fail(sentence: str, code: int) -> int:
+def _fail(what: str, code: int) -> int:
     if (signalled := ending()) is not None:
         return signalled  # Not an error of its own: it came of the way out.
-    tell(f"error: {sentence}")
+    tell(f"error: {what}")
     return code

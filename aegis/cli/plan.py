@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from aegis.cli.options import (
+    DEFAULT_CAP_HELP,
     Options,
+    cap_option,
     choose_caps,
     engine_options,
     engine_settings,
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 @click.command("plan", short_help="Show the memory plan; nothing is converted or loaded.")
 @click.argument("positional", required=False, metavar="[MODEL]")
 @model_option
+@cap_option(f"Memory cap, as 4GiB or 512MiB. {DEFAULT_CAP_HELP}")
 @engine_options
 @json_option
 @quiet_option

@@ -8,7 +8,9 @@ from typing import Any
 import click
 
 from aegis.cli.options import (
+    DEFAULT_CAP_HELP,
     Options,
+    cap_option,
     choose_caps,
     engine_options,
     json_option,
@@ -33,6 +35,7 @@ from aegis.cli.source import SAMPLE_PROMPT, Request, on_terminal, requested
 @click.argument("positionals", nargs=-1, metavar="[MODEL] [PROMPT]")
 @model_option
 @prompt_options
+@cap_option(f"Memory cap, as 4GiB or 512MiB; a range LOW..HIGH[:STEP] sweeps. {DEFAULT_CAP_HELP}")
 @engine_options
 @json_option
 @quiet_option

@@ -15,6 +15,7 @@ import click
 from aegis.cli.machine import read_machine
 from aegis.cli.options import (
     Options,
+    cap_option,
     engine_options,
     json_option,
     model_option,
@@ -50,6 +51,7 @@ _COPIED = (
 @click.argument("positionals", nargs=-1, metavar="[MODEL] [PROMPT]")
 @model_option
 @prompt_options
+@cap_option("Caps, as LOW..HIGH[:STEP], or one. [default: six, chosen as said above; STEP 1GiB]")
 @engine_options
 @json_option
 @quiet_option

@@ -94,6 +94,34 @@ def test_usage_errors_exit_2_with_one_sentence(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("run --temperature 1", "there is no option --temperature; here it is called --temp, see"),
+        ("run --max-kv-size 9", "here it is called --ctx-size, see aegis run --help"),
+        ("run -t 4", "there is no option -t; here it is called --threads, see"),
+        ("plan --ctx_size 9", "here it is called --ctx-size, see aegis plan --help"),
+        ("plan --temperature 1", "there is no option --temperature; see aegis plan --help"),
+        ("run --ctx 9", "perhaps --ctx-size is meant, see aegis run --help"),
+        ("run --expert 3bit", "perhaps --experts is meant, see aegis run --help"),
+        ("run -c 4k", "'4k' is not a valid whole number; see aegis run --help"),
+    ],
+)
+def test_an_option_that_there_is_not_names_the_one_that_is_meant(
+    aegis: Aegis, arguments: str, sentence: str
+) -> None:
+    done = aegis(*arguments.split())
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert sentence in line
+
+
+def test_each_verb_says_what_its_cap_may_be(aegis: Aegis) -> None:
+    cap = {verb: aegis(verb, "--help").stdout.partition("--cap ")[2] for verb in ("plan", "sweep")}
+    assert "HIGH" not in cap["plan"].partition("--ctx-size")[0]
+    assert "half of the free" not in cap["sweep"].partition("--ctx-size")[0]
+
+
 def test_run_prints_only_the_text_on_stdout(aegis: Aegis, small_model: str) -> None:
     done = aegis("run", small_model, "one two", "--raw", "-n", "6", "--ignore-eos", *SMALL)
     assert done.returncode == 0, done.stderr
@@ -301,7 +329,7 @@ def test_streams_that_are_closed_or_full_are_no_reason_for_a_traceback(
         env=command_env,
         check=False,
     )
-    assert done.returncode == int("full" in redirect)
+    assert done.returncode == int(redirect == ">/dev/full")  # Without stderr nothing is lost.
     assert "Traceback" not in done.stderr
     if redirect == ">/dev/full":
         assert done.stderr.splitlines()[-1].startswith("error: ")

@@ -110,13 +110,12 @@ def test_what_is_meant_for_people_never_goes_into_a_file_of_the_store(home: Path
     assert int((home / "number").read_text()) > 2
 
 
-@pytest.mark.parametrize("line", [RUN + " -q --json", f"{AEGIS} convert m"])
+@pytest.mark.parametrize("line", [RUN + " -q", RUN + " -q --json", f"{AEGIS} convert m -q"])
 def test_a_full_disk_behind_stdout_is_an_error_in_a_sentence(home: Path, line: str) -> None:
     done = shell(home, f"{line} > /dev/full")
     assert done.returncode == 1
-    assert done.stderr.decode().splitlines()[-1] == (
-        "error: reading or writing failed: No space left on device"
-    )
+    told = done.stderr.decode()
+    assert told == "error: reading or writing failed: No space left on device\n"
 
 
 @pytest.mark.parametrize("lost", ["2>/dev/full", "2> >(true)"])
