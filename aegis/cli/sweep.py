@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -125,20 +126,36 @@ def _run(request: Request, cap: int, options: Options) -> dict[str, Any]:
     arguments = ["run", "--json", "--quiet", "--exact", "--cap", f"{cap}B", *_passed_on(options)]
     if request.model is not None:
         arguments += ["--model", str(request.model.absolute())]
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "aegis", *arguments],
-            input=(request.prompt or SAMPLE_PROMPT).encode(),
-            capture_output=True,
-            env={**os.environ, "PYTHONSAFEPATH": "1"},
-            check=False,
-        )
-    except OSError as error:
-        raise AegisError(f"no process can be started for a run: {error.strerror}") from error
+    command = [sys.executable, "-m", "aegis", *arguments]
+    done = _ended(command, (request.prompt or SAMPLE_PROMPT).encode())
     if done.returncode:
         raise _failure(done, cap)
     result: dict[str, Any] = json.loads(done.stdout)
     return result
+
+
+def _ended(command: list[str], piped: bytes) -> subprocess.CompletedProcess[bytes]:
+    """Run a process to its end; it ends with us."""
+    from aegis.doctor.shelter import deferred_signals
+
+    with ExitStack() as stack:
+        # A signal between the birth of the process and knowing it would leave it alone.
+        with deferred_signals():
+            try:
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    env={**os.environ, "PYTHONSAFEPATH": "1"},
+                )
+            except OSError as error:
+                what = "no process can be started for a run"
+                raise AegisError(f"{what}: {error.strerror}") from error
+            stack.enter_context(process)
+            stack.callback(process.kill)
+        stdout, stderr = process.communicate(piped)
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
 def _failure(done: subprocess.CompletedProcess[bytes], cap: int) -> AegisError:
