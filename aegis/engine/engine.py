@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import numpy as np
 
@@ -43,7 +44,8 @@ class Engine:
     """A model that is open: computes logits, likelihoods and tokens inside its memory plan.
 
     One sequence at a time: several threads may use it, each call waits for the one before. Close
-    it, or use it as a context manager. After a failed or interrupted call it is as it was before.
+    it, or use it as a context manager; one that is dropped is closed. After a failed or interrupted
+    call it is as it was before.
     """
 
     def __init__(self, opened: Opened) -> None:
@@ -56,6 +58,9 @@ class Engine:
         self.turn = Turn()
         """Hold it to make several calls one, as far as other threads can tell."""
         self._room = LogitsRoom(opened)
+        # One that is dropped closes itself. Not when the interpreter ends: all ends then.
+        self._dropped = weakref.finalize(self, _close, opened, self.turn)
+        self._dropped.atexit = False
 
     @classmethod
     def open(
@@ -83,6 +88,12 @@ class Engine:
         """
         return cls(open_model(path, settings_for(cap, options), progress, on_plan))
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(
+            "an Engine holds memory, threads and open files, so that it cannot be copied or"
+            " pickled; open the model again where it is needed"
+        )
+
     def __enter__(self) -> Engine:
         return self
 
@@ -95,16 +106,25 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Stop reading, stop computing and give all memory back."""
+        """Stop reading, stop computing and give all memory back.
+
+        Out of a signal's handler that interrupts a call: when that call has ended.
+        """
         if self._closed:
             return
         if not self.turn.here:
             self._closed = True
+            self._dropped.detach()
             self._opened.close_in_child()
             return
         with self.turn:
-            if not self._closed:
-                self._closed = True
+            if self._closed:
+                return
+            self._closed = True
+            self._dropped.detach()
+            if self.turn.under_way:
+                self.turn.afterwards(self._opened.close)
+            else:
                 self._opened.close()
 
     @property
@@ -172,11 +192,16 @@ class Engine:
     def feed(self, ids: Sequence[int]) -> Any:
         """Compute ``ids`` and return the last token's hidden state, reusing a cached prefix.
 
-        The last token is always computed, so that there is a state to return.
+        The last token is always computed, so that there is a state to return; it is valid until
+        the next call.
         """
+        return self._feed(ids)
+
+    def _feed(self, ids: Sequence[int]) -> Any:
+        self._check_open()
         refuse_no_ids(ids)
         if 1 < len(ids) == len(self._cached) + 1 and self._cached == token_array(ids[:-1]):
-            return self.feed_token(ids[-1])
+            return self._feed_token(ids[-1])
         ids = self._check(ids)
         start = len(ids) - self.uncached(ids)
         hidden = [chunk[-1:] for chunk, _ in self._hidden(ids, start)]
@@ -186,6 +211,9 @@ class Engine:
     def feed_token(self, token: int) -> Any:
         """Compute one more token behind everything cached; its hidden state [1, H]."""
         self._check_open()
+        return self._feed_token(token)
+
+    def _feed_token(self, token: int) -> Any:
         token = self._checked_token(token)
         if len(self._cached) >= self.context:
             raise UsageError(f"the context of {self.context} tokens is full; open a longer one")
@@ -197,7 +225,15 @@ class Engine:
     def logits(self, hidden: Any) -> NDArray[np.float32]:
         """Logits of hidden states [T, H], T <= LOGIT_ROWS; valid until the next call."""
         self._check_open()
+        return self._logits(hidden)
+
+    def _logits(self, hidden: Any) -> NDArray[np.float32]:
         return self._opened.decoder.head(hidden)
+
+    @in_turn
+    def next_token(self, ids: Sequence[int], sampler: Sampler) -> int:
+        """Compute ``ids``, reusing a cached prefix, and let ``sampler`` choose what follows."""
+        return sampler.sample(self._logits(self._feed(ids))[0], ids)
 
     @in_turn
     def score(self, ids: Sequence[int], last: int | None = 1) -> NDArray[np.float32]:
@@ -331,7 +367,7 @@ class Engine:
         del self._cached[start:]
         step, tiers = self.plan.prefill_step, self._opened.tiers
         if len(ids) - start == 1:
-            yield self.feed_token(ids[start]), start
+            yield self._feed_token(ids[start]), start
             return
         self._guarded(tiers.begin_prefill)
         try:
@@ -373,7 +409,11 @@ class Engine:
         from aegis.settings import LOGIT_ROWS
 
         for row in range(first, len(hidden), LOGIT_ROWS):
-            yield row, self.logits(hidden[row : row + LOGIT_ROWS])
+            yield row, self._logits(hidden[row : row + LOGIT_ROWS])
+
+
+def _close(opened: Opened, turn: Turn) -> None:
+    (opened.close if turn.here else opened.close_in_child)()
 
 
 def _nll(logits: NDArray[np.float32], token: int) -> float:

@@ -55,9 +55,7 @@ def stream(
         if count and len(history) > engine.context:
             break
         # Between two tokens the caller or another thread may use the engine for something else.
-        with engine.turn:
-            hidden = engine.feed(history)
-            token = sampler.sample(engine.logits(hidden)[0], history)
+        token = engine.next_token(history, sampler)
         if token in end_tokens:
             yield Step(None, "stop")
             return

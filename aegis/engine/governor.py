@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import monotonic
@@ -67,8 +68,9 @@ class Gauge(Protocol):
 class ProcessGauge:
     """The cap against this process's resident size."""
 
-    _all: ClassVar[list[ProcessGauge]] = []
-    """Those of every engine that is open in this process: together they may take the sum."""
+    _all: ClassVar[list[weakref.ref[ProcessGauge]]] = []
+    """Those of every engine that is open in this process: together they may take the sum. One whose
+    opening was interrupted, or that was dropped, is not kept alive, nor its memory."""
 
     def __init__(
         self, cap_nbytes: int, arena: Arena, runtime: tuple[int, int], elsewhere_nbytes: int
@@ -78,15 +80,20 @@ class ProcessGauge:
         elsewhere_nbytes: what is under the cap and not in this process, as files in memory."""
         planned, measured = runtime
         self._cap_nbytes, self._arena, self._elsewhere_nbytes = cap_nbytes, arena, elsewhere_nbytes
-        held = sum(gauge._arena.nbytes - gauge._arena.released_nbytes for gauge in self._all)
+        held = sum(other._arena.nbytes - other._arena.released_nbytes for other in self._living())
         self._before_nbytes = max(0, measured - held - planned)
         self._fd = _open(_STATM)
-        self._all.append(self)
+        self._self = weakref.ref(self, _forgotten)
+        self._all.append(self._self)
+
+    @classmethod
+    def _living(cls) -> list[ProcessGauge]:
+        return [gauge for ref in list(cls._all) if (gauge := ref()) is not None]
 
     @property
     def allowed_nbytes(self) -> int:
         """How large this process may be."""
-        return self._before_nbytes + sum(gauge._cap_nbytes for gauge in self._all)
+        return self._before_nbytes + sum(gauge._cap_nbytes for gauge in self._living())
 
     def taken(self) -> int:
         """Resident size of this process, and what else is under the cap."""
@@ -111,8 +118,13 @@ class ProcessGauge:
 
     def close(self) -> None:
         """No longer part of the sum."""
-        self._all.remove(self)
+        self._all.remove(self._self)
         _close(self._fd)
+
+
+def _forgotten(gone: weakref.ref[ProcessGauge]) -> None:
+    with contextlib.suppress(ValueError):  # it was closed before
+        ProcessGauge._all.remove(gone)
 
 
 class GroupGauge:
@@ -199,10 +211,12 @@ class Governor:
         groups = self._limits().groups
         limited = [(group.source, group.limit) for group in groups]
         if limited != self._limited:
-            for gauge in self._gauges[1:]:
-                gauge.close()
-            self._limited = limited
+            # In this order: Ctrl-C in between must not leave gauges whose files are closed.
+            outdated = self._gauges[1:]
             self._gauges = [self._process, *group_gauges(groups)]
+            self._limited = limited
+            for gauge in outdated:
+                gauge.close()
 
     def watch(self) -> None:
         """Called between layers: mostly a comparison with the clock.

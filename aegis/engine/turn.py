@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable
 from functools import wraps
+from types import FrameType
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from aegis.errors import AegisError
@@ -24,6 +26,9 @@ class Turn:
     def __init__(self) -> None:
         self._process = os.getpid()
         self._lock = threading.RLock()
+        self._call: FrameType | None = None
+        """Of the call that is under way. One that was interrupted is on no stack any more."""
+        self._afterwards: Callable[[], None] | None = None
 
     @property
     def here(self) -> bool:
@@ -41,6 +46,40 @@ class Turn:
     def __exit__(self, *error: object) -> None:
         self._lock.release()
 
+    @property
+    def under_way(self) -> bool:
+        """Whether we are inside of a call already, in this thread: a signal's handler is."""
+        if self._call is not None:
+            frame = sys._getframe(1)
+            while frame is not None and frame is not self._call:
+                frame = frame.f_back  # type: ignore[assignment]
+            return frame is not None
+        return False
+
+    def afterwards(self, work: Callable[[], None]) -> None:
+        """Do ``work`` when the call that is under way has ended, however it ends."""
+        self._afterwards = work
+
+    def begin(self) -> None:
+        """The caller's frame is a call now; the turn is held.
+
+        Raises:
+            AegisError: another one is under way, which would go on with what this one leaves.
+        """
+        if self.under_way:
+            raise AegisError(
+                "this model is in the middle of a call, out of which it was called again (by a"
+                " signal's handler or a sampler); let that call end first"
+            )
+        self._call = sys._getframe(1)
+
+    def end(self) -> None:
+        """The call has ended."""
+        self._call = None
+        work, self._afterwards = self._afterwards, None
+        if work is not None:
+            work()
+
 
 class TakesTurns(Protocol):
     """What has a turn."""
@@ -54,11 +93,17 @@ S = TypeVar("S", bound=TakesTurns)
 
 
 def in_turn(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Let a method wait until no other thread uses the object."""
+    """Let a method wait until no other thread uses the object; the same thread must not call it
+    out of another such method."""
 
     @wraps(method)
     def waiting(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self.turn:
-            return method(self, *args, **kwargs)
+        turn = self.turn
+        with turn:
+            turn.begin()
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                turn.end()
 
     return waiting
