@@ -61,3 +61,11 @@ def format_size(nbytes: int) -> str:
         value /= 1024
         names.pop(0)
     return f"{value:.1f}".removesuffix(".0") + f" {names[0]}"
+
+
+def format_least(nbytes: int) -> str:
+    """A size that something needs, rounded up: what is written is enough where it is given."""
+    units = list(_BINARY.items())
+    while (tenths := -(-10 * nbytes // units[0][1])) >= 10240 and len(units) > 1:
+        units.pop(0)
+    return f"{tenths // 10}.{tenths % 10}".removesuffix(".0") + f" {units[0][0]}"
