@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from aegis.convert.convert import Progress
 
 _VERSION = r"-v\d+-[0-9a-f]{12}"
-_REMAINS = re.compile(rf"\.(.+{_VERSION})\.(?:lock|partial-.+)")
+_REMAINS = re.compile(rf"\.(.+{_VERSION})\.(?:lock|partial-.+)", re.DOTALL)
+_LONGEST_NAME = 150
+"""Bytes of a model's name in a store's: with all that is put around it, file systems take it."""
 
 __all__ = ["cache_folder", "cached_store_path", "embedded_path", "ensure_store", "older_stores"]
 
@@ -65,6 +67,8 @@ def cached_store_path(path: str | os.PathLike[str], layout: Layout = "il16") -> 
     """
     checkpoint = Checkpoint.open(path)
     name = model_name(checkpoint.path)
+    while len(os.fsencode(name)) > _LONGEST_NAME:
+        name = name[:-1]
     return cache_folder() / f"{name}-{layout}-v{FORMAT_VERSION}-{identity_of(checkpoint)[:12]}"
 
 
