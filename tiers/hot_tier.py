@@ -68,7 +68,7 @@ class HotTier:
         """Turn the coldest hot slots transient until ``reserve`` slots are not hot."""
         slots, scores = self.slots, self.policy.scores
         excess = len(slots.hot) - max(0, slots.capacity - self.reserve)
-        if excess <= 0:
+        if excess < 1:
             return
         unpinned = [slot for slot in slots.hot if not slots.pins[slot]]
         unpinned.sort(key=lambda slot: scores[slots.key_of[slot]])

@@ -263,11 +263,13 @@ class SlotPool:
     def grow(self, count: int) -> int:
         """Take up to ``count`` given-back slots into use again; returns how many came."""
         count = min(count, self.num_slots - self.capacity)
-        if count <= 0:
+        if count < 1:
             return 0
-        if self._at_end is not None:
-            full = self.capacity + count == self.num_slots
-            self._at_end.restore_tail(0 if full else self._behind(self.capacity + count))
+        if (arena := self._at_end) is not None:
+            if self.capacity + count == self.num_slots:
+                arena.restore_tail()  # With what lies behind the last slot.
+            else:
+                arena.restore_tail(self._behind(self.capacity + count))
         self.free[:0] = range(self.capacity + count - 1, self.capacity - 1, -1)
         self.capacity += count
         return count

@@ -285,6 +285,7 @@ def test_a_hot_expert_takes_the_oldest_slot_that_nobody_uses_and_others_just_go(
 @example(
     stride=3 << 20, before=1 << 20, behind=0, asks=[(True, 9 << 20), (False, 6 << 20)], least=1
 )
+@example(stride=4096, before=0, behind=9999, asks=[(True, 1 << 20), (False, 9 << 20)], least=1)
 @example(stride=4096, before=0, behind=0, asks=[(True, 1), (False, 4096)], least=1)
 @given(
     stride=st.sampled_from([4096, 65536, 300 << 10, 1 << 20, 3 << 20]),
