@@ -26,6 +26,12 @@ MAX_JSON_PARTS = 1 << 20
 class FileDamageError(ValueError):
     """What is wrong with a file: the end of a sentence that begins with its name."""
 
+    def about(self, path: Path, remedy: str = "download it again") -> str:
+        """The whole sentence with what to do; a file that may not be read need not be damaged."""
+        if isinstance(self.__cause__, PermissionError):
+            remedy = "give yourself the right to read it (chmod)"
+        return f"{path} {self}; {remedy}"
+
 
 def shown_name(name: str) -> str:
     """A name from a file as a message may show it."""

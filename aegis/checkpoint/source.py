@@ -106,7 +106,10 @@ def _lone_files(folder: Path) -> list[str]:
     """The files of a checkpoint without an index: model.safetensors or all of a set of shards."""
     present = sorted(file.name for file in folder.glob("model*.safetensors"))
     if not present:
-        raise CheckpointError(f"{folder} holds no model*.safetensors file")
+        raise CheckpointError(
+            f"{folder} holds no model*.safetensors file; give the folder of a model in MLX's"
+            " safetensors format (GGUF and PyTorch files are not read)"
+        )
     if present == ["model.safetensors"]:
         return present
     shards = [_SHARD.fullmatch(name) for name in present]

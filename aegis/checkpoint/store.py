@@ -71,7 +71,7 @@ class Store:
         except FileNotFoundError:
             raise StoreError(f"{folder} is not a store: it has no {MANIFEST}") from None
         except FileDamageError as error:
-            raise StoreError(f"{folder / MANIFEST} {error}; convert the model again") from error
+            raise StoreError(error.about(folder / MANIFEST, "convert the model again")) from error
         store = cls(folder, decode(data, str(folder / MANIFEST)), verify_resident)
         if check_sizes:
             for file, size in store.file_sizes().items():
@@ -129,7 +129,7 @@ class Store:
         except FileNotFoundError:
             raise StoreError(f"{file} is missing; convert the model again") from None
         except FileDamageError as error:
-            raise StoreError(f"{file} {error}; convert the model again") from error
+            raise StoreError(error.about(file, "convert the model again")) from error
         if actual != expected:
             raise StoreError(
                 f"{file} has {actual} bytes, but the store says {expected}; convert the model again"

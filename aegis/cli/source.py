@@ -51,6 +51,11 @@ def resolve_model(text: str | None) -> Path | None:
     path = Path(os.path.expanduser(text))
     if os.path.isdir(path):
         return path
+    if os.path.exists(path) and path.suffix.lower() == ".gguf":
+        raise UsageError(
+            f"{text} is a GGUF file, which aegis does not read; give the folder of a model in MLX's"
+            " safetensors format"
+        )
     if os.path.exists(path):
         raise UsageError(f"{text} is a file; give the folder with config.json and its tensors")
     if text.startswith("synthetic:"):
@@ -83,10 +88,15 @@ def resolve_request(
         raise click.UsageError("too many arguments: at most MODEL and PROMPT (quote the prompt)")
     if model is None and left and (len(left) == 2 or names_model(left[0])):
         model = left.pop(0)
+        if left and model and not names_model(model):
+            raise UsageError(
+                f"there is no folder {model}; give the folder of a model or a store, and quote a"
+                " prompt of several words"
+            )
     if len(left) == 2:
         raise click.UsageError("MODEL is given twice: as an argument and with --model")
     if left and prompt is not None:
-        raise click.UsageError("PROMPT is given twice: as an argument and with --prompt")
+        raise click.UsageError("PROMPT is given twice: as an argument and with --prompt (quote it)")
     limit_nbytes = (context or DEFAULT_CONTEXT) * LONGEST_TOKEN_NBYTES
     asked = [prompt, readable(left[0]) if left else None, _file_text(prompt_file, limit_nbytes)]
     given = [part for part in (*asked, _piped_text(limit_nbytes, exact)) if part]

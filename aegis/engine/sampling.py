@@ -250,11 +250,11 @@ def _pick(steps: Doubles, target: float) -> int:
 def _not_finite(token: int, value: float) -> str:
     if math.isnan(value):
         return (
-            f"The model's logits hold NaN (first at token {token}), so no token can be chosen; "
+            f"the model's logits hold NaN (first at token {token}), so no token can be chosen; "
             "run `aegis verify` on the store"
         )
     return (
-        f"The model's largest logit is {value} (token {token}), so no token can be chosen; run "
+        f"the model's largest logit is {value} (token {token}), so no token can be chosen; run "
         "`aegis verify` on the store"
     )
 

@@ -21,7 +21,7 @@ def stop_strings(stops: str | Iterable[str] | None) -> tuple[str, ...]:
         if not isinstance(stop, str):
             raise UsageError(f"stop must be a string or several strings, got {shown(stop)}")
         if not stop:
-            raise UsageError("A stop string is empty; give at least one character or leave it out.")
+            raise UsageError("a stop string is empty; give at least one character or leave it out")
     return tuple(dict.fromkeys(given))
 
 

@@ -191,7 +191,7 @@ class Tokenizer:
             self._after(text)
         if not ids:
             raise TokenizerError(
-                "The chat template makes no text of these messages; pass another one with "
+                "the chat template makes no text of these messages; pass another one with "
                 "--chat-template, or use --raw to send the prompt as it is"
             )
         return ids

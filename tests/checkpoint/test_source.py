@@ -94,5 +94,5 @@ def test_a_folder_without_weights_or_no_folder_is_refused(tmp_path: Path) -> Non
         Checkpoint.open(tmp_path / "nowhere")
     folder = write_checkpoint(tmp_path / "m")
     (folder / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"holds no model\*\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"holds no model\*\.safetensors file; give"):
         Checkpoint.open(folder)

@@ -57,6 +57,11 @@ def test_two_positionals_are_model_and_prompt() -> None:
     assert (request.model, request.prompt) == (Path("folder"), "folder")
 
 
+def test_a_prompt_of_two_words_without_quotes_is_told_from_a_model() -> None:
+    with pytest.raises(UsageError, match=r"there is no folder hello; .* quote a prompt"):
+        resolve_request(["hello", "there"], None, None, None)
+
+
 def test_with_a_model_option_the_positional_is_the_prompt() -> None:
     request = resolve_request(["folder"], "folder", None, None)
     assert (request.model, request.prompt) == (Path("folder"), "folder")
@@ -142,11 +147,13 @@ def test_what_is_piped_exactly_keeps_its_ends(monkeypatch: pytest.MonkeyPatch) -
         ("synthetic:x", "synthetic models are not supported"),
         ("./gone", "there is no folder"),
         ("file", "is a file"),
+        ("file.gguf", "is a GGUF file, which aegis does not read; give the folder"),
         ("~nobody-of-that-name/m", "there is no folder"),
         ("x" * 5000, "there is no folder"),
     ],
 )
 def test_what_is_no_folder_is_refused_with_what_to_do(text: str, match: str) -> None:
     Path("file").touch()
+    Path("file.gguf").touch()
     with pytest.raises(UsageError, match=match):
         resolve_model(text)
