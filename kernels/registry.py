@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -71,12 +72,26 @@ def available() -> list[tuple[str, str | None]]:
     return [(name, reason(name)) for name in NAMES]
 
 
-def resolve(name: str = "auto") -> str:
-    """The backend that ``name`` stands for; BackendUnavailableError says why there is none."""
-    if name != "auto":
-        _entry(name)[0]()
-        return name
-    return next(candidate for candidate, missing in available() if missing is None)
+def resolve(name: str = "auto", checked: bool = False) -> str:
+    """The backend that ``name`` stands for; BackendUnavailableError says why there is none.
+
+    checked: also where the environment asks of it what it cannot do here."""
+    if name == "auto":
+        name = next(candidate for candidate, missing in available() if missing is None)
+    _entry(name)[0]()
+    if checked and name == "native":
+        _check_isa()
+    return name
+
+
+def _check_isa() -> None:
+    wanted = os.environ.get("AEGIS_ISA")
+    known: list[str] = import_module("aegis.kernels.native._native").isas()
+    if wanted and wanted not in known:
+        raise BackendUnavailableError(
+            f"AEGIS_ISA asks for {wanted}, which the kernels do not have here: unset it, or use"
+            f" one of {', '.join(known)}"
+        )
 
 
 def create(name: str = "auto", threads: int | None = None) -> Backend:

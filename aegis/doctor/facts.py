@@ -141,7 +141,7 @@ def embedded_model(backend: str = "auto") -> EmbeddedModel:
     Raises:
         CheckpointError, BackendError: it is damaged, or the backend cannot run here.
     """
-    path, name = embedded_path(), choose_backend(backend)
+    path, name = embedded_path(), choose_backend(backend, checked=False)
     layout = store_layout(path, name)
     request = resolve(path, layout, Settings(cap_nbytes=1, backend=name), name)
     short = replace(request, context=min(SHORT_CONTEXT, request.context))

@@ -106,14 +106,14 @@ def settings_for(cap: str | int, options: Mapping[str, Any]) -> Settings:
         raise UsageError(str(error)) from None
 
 
-def choose_backend(name: str) -> str:
-    """Resolve ``auto`` and check that the backend can run here.
+def choose_backend(name: str, checked: bool = True) -> str:
+    """Resolve ``auto`` and check that the backend can run here, as the environment asks for.
 
     Raises:
         BackendError: it cannot; the message says why.
     """
     try:
-        return registry.resolve(name)
+        return registry.resolve(name, checked)
     except BackendUnavailableError as error:
         raise BackendError(str(error)) from None
 
@@ -151,6 +151,7 @@ def resolve(
         UsageError: the context is longer than the model's.
         StoreError: the store does not hold what its config says.
         TokenizerError: tokenizer.json is missing or cannot be one.
+        BackendError: the backend has no kernels for the model's sizes.
     """
     shape = family(layout.model_type).shape(layout.config)
     check_layout(layout)
@@ -162,7 +163,20 @@ def resolve(
         )
     threads = compute_threads(settings.threads)
     tokenizer, storage = tokenizer_nbytes(Path(path)), store_storage(path, layout.layout)
-    return Request(settings, backend, threads, context, shape, layout, tokenizer, storage)
+    request = Request(settings, backend, threads, context, shape, layout, tokenizer, storage)
+    _refuse_unsupported(request)
+    return request
+
+
+def _refuse_unsupported(request: Request) -> None:
+    """Before a conversion, which may take minutes."""
+    sizes = importlib.import_module(f"aegis.kernels.{request.backend}.sizes")
+    unsupported = cast("Callable[[WorkspaceSpec], str | None]", sizes.unsupported)
+    if (reason := unsupported(request.workspace(1))) is not None:
+        raise BackendError(
+            f"the {request.backend} backend cannot compute this model: {reason}; use another one"
+            " (--backend reference) or another model"
+        )
 
 
 def store_storage(path: str | PathLike[str], layout: Layout) -> Storage:

@@ -25,3 +25,9 @@ def workspace_nbytes(spec: WorkspaceSpec) -> int:
     expert = 12 * spec.hidden_size * spec.moe_intermediate_size
     logits = (2 * spec.max_logit_rows + 2 * TILE) * spec.vocab_size
     return (spec.num_resident_weights + activations + scores + expert + logits) * _F32
+
+
+def unsupported(spec: WorkspaceSpec) -> str | None:
+    """Why this backend cannot compute such a model: it can compute all."""
+    del spec
+    return None

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from small_model import needs_native
 from strategies import write_checkpoint
 
-from aegis import Engine
+from aegis import Engine, plan
 from aegis.checkpoint import source
 from aegis.convert import convert as conversion
-from aegis.errors import StoreError, TokenizerError
+from aegis.errors import BackendError, StoreError, TokenizerError
 
 
 @pytest.fixture
@@ -52,6 +54,40 @@ def test_a_damaged_tokenizer_is_refused_before_anything_is_converted(
     (checkpoint / "tokenizer.json").write_text("{")
     with pytest.raises(TokenizerError, match=r"m/tokenizer\.json"):
         open_and_close(checkpoint)
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("choices", "said"),
+    [
+        ({"num_attention_heads": 8, "head_dim": 8}, "its head_dim is 8, and only multiples of 16"),
+        ({"num_attention_heads": 4, "head_dim": 272}, "its head_dim is 272, and only multiples"),
+    ],
+)
+def test_sizes_without_kernels_are_refused_before_anything_is_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choices: dict[str, int], said: str
+) -> None:
+    monkeypatch.setenv("AEGIS_CACHE", str(tmp_path / "cache"))
+    folder = write_checkpoint(tmp_path / "m", 1, num_hidden_layers=1, num_experts=2, **choices)
+    for ask in (lambda **cap: plan(folder, context=64, **cap), lambda **cap: Engine.open(folder)):
+        with pytest.raises(BackendError, match=rf"cannot compute this model: {said}.*reference"):
+            ask(cap="300MiB")
+    assert not (tmp_path / "cache").exists()
+    with Engine.open(folder, cap="1GiB", context=64, backend="reference") as engine:
+        assert len(engine.score([1, 2, 3]))
+
+
+@needs_native
+def test_the_kernels_are_written_for_all_that_is_planned() -> None:
+    """What planning says about the C++ blocks is what they say themselves."""
+    from aegis.kernels.native.sizes import HEAD_DIM_STEP, MOST_EXPERTS, MOST_HEAD_DIM
+
+    root = Path(__file__).parents[2] / "kernels" / "native" / "include"
+    text = "".join(path.read_text() for path in sorted(root.glob("*.h")))
+    found = {name: int(n) for name, n in re.findall(r"constexpr \w+ (kM\w+|kK\w+) = (\d+);", text)}
+    assert found["kMaxExperts"] == MOST_EXPERTS
+    assert found["kMaxHeadDim"] == MOST_HEAD_DIM
+    assert found["kKeyLanes"] == HEAD_DIM_STEP
 
 
 def test_a_better_tokenizer_in_the_model_counts_at_once(checkpoint: Path, tmp_path: Path) -> None:
