@@ -35,7 +35,7 @@ def chat(model: Path | None, cap_nbytes: int, options: Options) -> int:
     on_plan = None if options["quiet"] else note_plan
     with open_engine(model, cap_nbytes, options, on_plan) as engine:
         if not options["quiet"]:
-            note(engine.describe())
+            note(f"{engine.name}: {engine.describe()}")
             note(HELP)
         with Heard(), _CtrlC() as ctrl_c:
             _talk(engine, options, sampler, ctrl_c)

@@ -71,7 +71,9 @@ def _one_shot(request: Request, cap_nbytes: int, options: Options) -> int:
     sampler = make_sampler(options)
     with open_engine(request.model, cap_nbytes, options, None if quiet else note_plan) as engine:
         if not quiet:
-            note(engine.describe() + "\n")
+            note(f"{engine.name}: {engine.describe()}\n")
+            if request.prompt is None:
+                note(f"no prompt was given, so a sample is answered: {SAMPLE_PROMPT}\n")
         ids = prompt_ids(engine, request.prompt or SAMPLE_PROMPT, options)
         answer = generate(engine, ids, options, sampler, _ignore if as_json else _show)
         result = answer_json(engine, answer)

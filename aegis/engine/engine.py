@@ -284,9 +284,9 @@ class Engine:
             sampler: takes the place of all of these.
         """
         from aegis.engine.generate import stream
-        from aegis.engine.sampling import Sampler
+        from aegis.engine.sampling import choose_sampler
 
-        sampler = sampler or Sampler(temperature=temperature, **sampling)
+        sampler = choose_sampler(sampler, {"temperature": temperature, **sampling})
         for step in stream(self, ids, max_tokens, sampler, ignore_eos=ignore_eos):
             if step.token is not None:
                 yield step.token

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ _LOG2E = 1.4426950408889634
 _LN2_HIGH, _LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10
 _UNDERFLOW = -700.0
 _SMALLEST, _LARGEST = (float(v) for v in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
+_SETTINGS = ("temperature", "top_p", "top_k", "min_p", "seed", "repeat_penalty", "repeat_last_n")
 _TAYLOR = tuple(1.0 / math.factorial(k) for k in range(13, -1, -1))
 
 
@@ -59,6 +60,27 @@ def exp(x: Doubles) -> Doubles:
     total *= ((power.astype(np.int64) + 1023) << 52).view(np.float64)  # 2**power by its bits
     total[x < _UNDERFLOW] = 0.0
     return total
+
+
+def choose_sampler(sampler: Sampler | None, settings: Mapping[str, Any]) -> Sampler:
+    """The sampler that was given, or one with these settings.
+
+    Raises:
+        UsageError: it is none, or there is no such setting.
+    """
+    if sampler is not None:
+        if not hasattr(sampler, "sample"):
+            raise UsageError(
+                f"sampler is {shown(sampler)}; give an aegis.engine.sampling.Sampler, or"
+                f" {', '.join(_SETTINGS)} instead"
+            )
+        return sampler
+    for name in settings:
+        if name not in _SETTINGS:
+            raise UsageError(
+                f"there is no option {shown(name)}; those of sampling are {', '.join(_SETTINGS)}"
+            )
+    return Sampler(**settings)
 
 
 class Sampler:

@@ -128,8 +128,16 @@ def test_run_prints_only_the_text_on_stdout(aegis: Aegis, small_model: str) -> N
     assert done.stdout.endswith("\n")
     assert "memory plan" in done.stderr
     assert "hit rate" in done.stderr
+    assert f"{Path(small_model).name}: reference (" in done.stderr
+    assert "sample" not in done.stderr
     quiet = aegis("run", small_model, "one two", "--raw", "-n", "6", "--ignore-eos", "-q", *SMALL)
     assert (quiet.stdout, quiet.stderr) == (done.stdout, "")
+
+
+def test_without_a_prompt_or_a_terminal_the_sample_is_named(aegis: Aegis, small_model: str) -> None:
+    done = aegis("run", "-m", small_model, "--raw", "-n", "2", *SMALL)
+    assert done.returncode == 0
+    assert "a sample is answered: What is a mixture of experts?" in done.stderr
 
 
 def test_json_is_one_object_with_every_figure(aegis: Aegis, small_model: str) -> None:
