@@ -34,7 +34,7 @@ def _check_native() -> None:
     except ImportError as error:
         raise BackendUnavailableError(
             "the native backend was not built: install a C++17 compiler (g++ or clang++) and "
-            f"reinstall aegis-moe ({error})"
+            f"Python's headers (python3-dev on Debian) and reinstall aegis-moe ({error})"
         ) from error
 
 

@@ -33,7 +33,7 @@ LEAST_MARGIN_NBYTES = 16 * MIB
 MARGIN_SHARE = 8
 _COMPILERS = ("c++", "g++", "clang++")
 _INSTALL = {
-    "native": "a C++17 compiler (g++ or clang++), then aegis-moe again: "
+    "native": "a C++17 compiler (g++ or clang++) and Python's headers, then aegis-moe again: "
     "pip install --force-reinstall --no-cache-dir --no-deps, from where it was installed",
 }
 """What to install for a backend that cannot run; nothing helps those that are not named."""
