@@ -124,6 +124,22 @@ def test_only_a_hotter_expert_takes_a_victims_slot_and_never_a_pinned_one() -> N
     assert {slots.key_of[slot] for slot in slots.hot} == {0, 2}
 
 
+def test_whoever_does_not_join_is_told_so() -> None:
+    slots, policy = SlotPool(4, STRIDE), Lfu(8)
+    hot = HotTier(slots, policy, reserve=2, seed=0)
+    fill(slots, 4)
+    assert hot.settle(slots.slot_of[0]) is True
+    assert hot.consider(slots.slot_of[1]) is True
+    # The tier is full, and the newcomer no hotter than anybody.
+    assert hot.settle(slots.slot_of[2]) is False
+    assert hot.consider(slots.slot_of[2]) is False
+    policy.touch(2)
+    for key in (0, 1):
+        slots.pin(slots.slot_of[key])
+    assert hot.consider(slots.slot_of[2]) is False
+    assert sorted(slots.key_of[slot] for slot in slots.hot) == [0, 1]
+
+
 def test_room_is_made_coldest_first() -> None:
     slots, policy = SlotPool(6, STRIDE), Lfu(8)
     hot = HotTier(slots, policy, reserve=0, seed=0)
