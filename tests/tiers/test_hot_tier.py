@@ -10,6 +10,7 @@ from aegis.tiers import Counters, ExpertFiles, ExpertTiers, SlotPool
 from aegis.tiers.guess import Guesser
 from aegis.tiers.hot_tier import HotTier
 from aegis.tiers.policy import POLICIES, Lfu, open_policy
+from aegis.tiers.slots import NOWHERE
 
 NUM_LAYERS, NUM_EXPERTS, CHOSEN = 4, 24, 4
 
@@ -153,6 +154,24 @@ def test_room_is_made_coldest_first() -> None:
     assert [slots.key_of[slot] for slot in slots.transient] == [1, 2, 3]
     assert hot.evict() != -1
     assert set(slots.slot_of) < set(range(6))
+
+
+def test_a_cold_slot_is_emptied_and_if_need_be_the_only_one_that_nobody_uses() -> None:
+    for seed in range(5):
+        slots, policy = SlotPool(30, STRIDE), Lfu(30)
+        hot = HotTier(slots, policy, reserve=0, seed=seed)
+        assert hot.evict() == NOWHERE
+        fill(slots, 30)
+        for key in range(30):
+            # One in three is cold, so that a sample finds some; the others are not.
+            policy.touch(key, 1 if key % 3 == 2 else 9)
+            assert hot.settle(slots.slot_of[key])
+        assert hot.evict() % 3 == 2
+        for slot in slots.hot[:-1]:
+            slots.pin(slot)
+        last = slots.hot[-1]
+        assert hot.evict() == last
+        assert hot.evict() == NOWHERE
 
 
 def test_older_counts_fade_and_never_overflow() -> None:
