@@ -166,11 +166,11 @@ prompt_options = _all(
         click.option("--temp", type=float, default=0.0, show_default=True, help="0 is greedy."),
         click.option("--top-p", type=float, default=1.0, show_default=True, help="1: off."),
         click.option(
-            "--top-k", type=_Whole(), default=0, show_default=True, metavar="N", help="0: off."
+            "--top-k", type=int, default=0, show_default=True, metavar="N", help="0: off."
         ),
         click.option("--min-p", type=float, default=0.0, show_default=True, help="0: off."),
         click.option(
-            "--seed", type=_Whole(), metavar="N", help="Repeats the same sample. [default: drawn]"
+            "--seed", type=int, metavar="N", help="Repeats the same sample. [default: drawn]"
         ),
         click.option(
             "--repeat-penalty", type=float, default=1.0, show_default=True, help="1: off."
