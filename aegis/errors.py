@@ -5,6 +5,12 @@ from __future__ import annotations
 import reprlib
 from typing import Any
 
+BARE_SOURCES = (
+    "aegis here is the folder of its sources, not what is installed; start Python in another folder"
+    " or as python -P"
+)
+"""In a clone's root, where ``import aegis`` finds no planner, tiers and kernels."""
+
 _shown = reprlib.Repr()
 _shown.maxstring = _shown.maxother = _shown.maxlong = 60
 

@@ -2,6 +2,10 @@
 
 import importlib.metadata
 import importlib.resources
+import os
+import shlex
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -43,6 +47,23 @@ def test_the_embedded_model_is_complete_and_the_package_typed() -> None:
     assert (package / "py.typed").is_file()
     names = {entry.name for entry in (package / "embedded").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= names
+
+
+@pytest.mark.parametrize("line", ["-c 'from aegis import plan'", "-m aegis plan -q"])
+def test_in_the_root_of_a_clone_the_bare_sources_are_told_from_the_package(
+    line: str, tmp_path: Path
+) -> None:
+    (tmp_path / "aegis").symlink_to(PROJECT.parent / "aegis")
+    done = subprocess.run(
+        [sys.executable, *shlex.split(line)],
+        cwd=tmp_path,
+        env={"PYTHONDONTWRITEBYTECODE": "1", **os.environ, "PYTHONSAFEPATH": "", "PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "start Python in another folder or as python -P" in done.stderr.splitlines()[-1]
 
 
 def test_every_name_of_the_public_api_can_be_imported() -> None:

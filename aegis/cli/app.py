@@ -12,7 +12,7 @@ import click
 from aegis.cli.signals import Ended, ending, ignore
 from aegis.cli.streams import forget, prepare_streams, tell
 from aegis.cli.wrong_usage import sentence
-from aegis.errors import AegisError
+from aegis.errors import BARE_SOURCES, AegisError
 
 INTERRUPTED = 130
 VERBS = ("run", "plan", "sweep", "convert", "verify", "doctor")
@@ -110,6 +110,8 @@ def _unforeseen(error: Exception) -> str:
     if isinstance(error, ImportError):
         while isinstance(error.__cause__, Exception):
             error = error.__cause__
+        if getattr(error, "name", None) in ("aegis.planner", "aegis.tiers", "aegis.kernels"):
+            return BARE_SOURCES
         return (
             f"a library could not be loaded: {_one_line(error)}; give more address space"
             " (ulimit -v) or install aegis-moe again"
