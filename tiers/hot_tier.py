@@ -69,7 +69,7 @@ class HotTier:
     def make_room(self) -> None:
         """Turn the coldest hot slots transient until ``reserve`` slots are not hot."""
         slots, scores = self.slots, self.policy.scores
-        excess = len(slots.hot) - max(0, slots.capacity - self.reserve)
+        excess = len(slots.hot) - (slots.capacity - self.reserve)
         if excess < 1:
             return
         unpinned = [slot for slot in slots.hot if not slots.pins[slot]]

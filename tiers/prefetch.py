@@ -123,8 +123,7 @@ class ReadQueue:
             damaged = self.pool.damaged(ticket)
             got = self.pool.result(ticket)
             layer_index, expert = divmod(self.slots.key_of[run[0]], self.files.num_experts)
-            if got > 0:
-                counting[layer_index].read_nbytes += got
+            counting[layer_index].read_nbytes += max(0, got)
             for index, slot in enumerate(run):
                 del self.ticket_of[slot]
                 if got < stride or index in damaged:
@@ -132,7 +131,7 @@ class ReadQueue:
                 else:
                     self.files.note_intact(layer_index, expert + index)
                     self.slots.arrive(slot)
-                got = got if got < 0 else max(0, got - stride)
+                got -= min(stride, max(0, got))
 
     def _fail(self, slot: int, got: int) -> None:
         key, stride = self.slots.key_of[slot], self.files.stride
