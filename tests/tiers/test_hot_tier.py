@@ -141,19 +141,21 @@ def test_whoever_does_not_join_is_told_so() -> None:
     assert sorted(slots.key_of[slot] for slot in slots.hot) == [0, 1]
 
 
-def test_room_is_made_coldest_first() -> None:
+@pytest.mark.parametrize(
+    ("reserve", "cooled"), [(0, []), (1, [2]), (3, [2, 4, 1]), (6, [2, 4, 1, 5, 3])]
+)
+def test_room_is_made_coldest_first(reserve: int, cooled: list[int]) -> None:
     slots, policy = SlotPool(6, STRIDE), Lfu(8)
     hot = HotTier(slots, policy, reserve=0, seed=0)
     fill(slots, 6)
-    for key in range(6):
-        policy.touch(key, key + 1)
+    for key, count in enumerate((1, 4, 2, 9, 3, 8)):
+        policy.touch(key, count)
         assert hot.settle(slots.slot_of[key])
     slots.pin(slots.slot_of[0])
-    hot.reserve = 3
+    hot.reserve = reserve
     hot.make_room()
-    assert [slots.key_of[slot] for slot in slots.transient] == [1, 2, 3]
-    assert hot.evict() != -1
-    assert set(slots.slot_of) < set(range(6))
+    assert [slots.key_of[slot] for slot in slots.transient] == cooled
+    check_slots(slots)
 
 
 def test_a_cold_slot_is_emptied_and_if_need_be_the_only_one_that_nobody_uses() -> None:
