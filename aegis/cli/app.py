@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -125,6 +126,8 @@ def _one_line(error: Exception) -> str:
 
 def _system_error(error: OSError) -> str:
     """What the system refused, and for which file where there is one."""
+    if error.errno == errno.ENOENT and error.filename is None:
+        return "the current folder was removed; change to one that is there"
     where = f"{error.filename}: " if error.filename else "reading or writing failed: "
     return f"{where}{error.strerror or error}"
 

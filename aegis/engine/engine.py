@@ -117,7 +117,7 @@ class Engine:
             self._dropped.detach()
             self._opened.close_in_child()
             return
-        with self.turn:
+        with self.turn.lock:
             if self._closed:
                 return
             self._closed = True

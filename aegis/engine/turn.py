@@ -35,13 +35,19 @@ class Turn:
         """Whether this is the process that opened the model."""
         return os.getpid() == self._process
 
-    def __enter__(self) -> None:
+    @property
+    def lock(self) -> threading.RLock:
+        """For ``with``, between whose beginning and body no signal's handler can raise: there are
+        no steps in Python in between, as there are in ours."""
         if not self.here:
             raise AegisError(
                 "this model was opened by another process, which forked this one; open it again"
                 " here, or start processes by the spawn method"
             )
-        self._lock.acquire()
+        return self._lock
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
 
     def __exit__(self, *error: object) -> None:
         self._lock.release()
@@ -99,7 +105,7 @@ def in_turn(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P
     @wraps(method)
     def waiting(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
         turn = self.turn
-        with turn:
+        with turn.lock:
             turn.begin()
             try:
                 return method(self, *args, **kwargs)

@@ -6,8 +6,10 @@ import copy
 import os
 import pickle
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
 
 import pytest
 from engine_tools import Result, difference, result_of
@@ -16,6 +18,7 @@ from small_model import IDS, SMALL, linux, needs_native, open_small
 
 from aegis import Engine
 from aegis.checkpoint.store import Store
+from aegis.engine import turn
 from aegis.errors import AegisError
 
 TOKENS = 4
@@ -291,6 +294,46 @@ def test_an_interrupted_call_is_no_longer_under_way(
     with pytest.raises(KeyboardInterrupt):
         engine.score(IDS)
     monkeypatch.undo()
+    assert not difference(expected, result_of(engine, IDS, TOKENS))
+
+
+class CtrlC:
+    """Strikes at one step in a file: where a function begins, or one of the system's has ended."""
+
+    def __init__(self, file: str, at: int) -> None:
+        self._file, self._left = file, at
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
+        if frame.f_code.co_filename == self._file and event in ("call", "c_return"):
+            self._left -= 1
+            if not self._left:
+                raise KeyboardInterrupt
+
+
+def test_ctrl_c_at_any_step_of_taking_the_turn_leaves_it_to_others(
+    engine: Engine, expected: Result
+) -> None:
+    struck, taken = 0, []
+
+    def take() -> None:
+        if engine.turn._lock.acquire(timeout=10):
+            engine.turn._lock.release()
+            taken.append(struck)
+
+    while True:
+        sys.setprofile(CtrlC(turn.__file__, struck + 1))
+        try:
+            engine.feed(IDS)
+            break
+        except KeyboardInterrupt:
+            struck += 1
+        finally:
+            sys.setprofile(None)
+        thread = threading.Thread(target=take)
+        thread.start()
+        thread.join()
+        assert taken[-1:] == [struck]
+    assert struck > 4
     assert not difference(expected, result_of(engine, IDS, TOKENS))
 
 
