@@ -82,7 +82,11 @@ class Opened:
         runtime = (items["runtime"], self.runtime_nbytes)
         elsewhere = items["store"] + items["page_cache"]
         process = ProcessGauge(self.plan.cap_nbytes, self.arena, runtime, elsewhere)
-        self.governor = Governor(self.tiers, process)
+        try:
+            self.governor = Governor(self.tiers, process)
+        except BaseException:  # Ctrl-C: reading all limits takes a moment.
+            process.close()
+            raise
         embed = self.disk_embedding or self.decoder.embedding
         self._forward = Forward(self.decoder, self.tiers, embed, self.governor.watch)
 

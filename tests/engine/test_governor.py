@@ -416,6 +416,26 @@ def test_a_limit_that_appears_or_changes_while_running_counts_from_the_next_prom
     assert scene.governor.room() == 100 * MIB
 
 
+def test_ctrl_c_while_old_limits_are_put_away_leaves_the_new_ones(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not gauges whose files are closed, or by now somebody else's."""
+
+    def interrupted(gauge: GroupGauge) -> None:
+        raise KeyboardInterrupt
+
+    limit = 50 * MIB
+    scene.governor._limits = lambda: limits_of(tmp_path / "box", limit, 10 * MIB)
+    scene.clock.now += 60
+    scene.governor.read_limits()
+    limit = 20 * MIB
+    scene.clock.now += 60
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(GroupGauge, "close", interrupted)
+        scene.governor.read_limits()
+    assert scene.governor.room() == limit - 10 * MIB - FULL_NBYTES
+
+
 def test_limits_are_read_once_a_second_at_most(scene: Scene) -> None:
     calls = []
     scene.governor._limits = lambda: calls.append(1) or NO_LIMITS()  # type: ignore[func-returns-value]
