@@ -430,8 +430,8 @@ def test_ctrl_c_while_old_limits_are_put_away_leaves_the_new_ones(
     scene.governor.read_limits()
     limit = 20 * MIB
     scene.clock.now += 60
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(GroupGauge, "close", interrupted)
+    monkeypatch.setattr(GroupGauge, "close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
         scene.governor.read_limits()
     assert scene.governor.room() == limit - 10 * MIB - FULL_NBYTES
 
