@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     type=click.Choice(["il16", "row"]),
     default="il16",
     show_default=True,
-    help="il16 for the CPU kernels, row for MLX.",
+    help="il16 for the CPU kernels; row for MLX, which this version cannot run yet.",
 )
 @json_option
 @quiet_option

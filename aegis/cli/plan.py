@@ -41,11 +41,11 @@ def command(positional: str | None, **options: Any) -> int:
     """
     if positional is not None and options["model"] is not None:
         raise click.UsageError("MODEL is given twice: as an argument and with --model")
+    folder = model_folder(resolve_model(options["model"] if positional is None else positional))
     note_fallback(options)
     choice = choose_caps(options)
     if choice.note and not options["quiet"]:
         note(choice.note)
-    folder = model_folder(resolve_model(options["model"] if positional is None else positional))
     plan = plan_for(folder, choice.single, options)
     _show(plan, folder, options)
     if not plan.feasible:
