@@ -63,25 +63,24 @@ class ReadQueue:
         """A guess has become a demand."""
         self.pool.promote(self.ticket_of[slot])
 
-    def cancel(self, slot: int) -> bool:
+    def cancel(self, slot: int) -> None:
         """Withdraw the read into ``slot`` if the disk has not begun, freeing the slot.
 
         A run is withdrawn as a whole, once none of its other slots is pinned."""
         ticket = self.ticket_of[slot]
         if ticket not in self.in_flight:
-            return False  # Ctrl-C struck while its end was being noted; recovery sorts that out
+            return  # Ctrl-C struck while its end was being noted; recovery sorts that out
         slots, counting = self.in_flight[ticket]
         if any(self.slots.pins[other] for other in slots if other != slot):
-            return False
+            return
         if not self.pool.cancel(ticket):
-            return False
+            return
         del self.in_flight[ticket]
         for other in slots:
             del self.ticket_of[other]
             if self.slots.guessed[other]:
                 counting[self.slots.key_of[other] // self.files.num_experts].cancelled += 1
             self.slots.fail(other)
-        return True
 
     def cancel_unpinned(self) -> None:
         """Withdraw every read that nobody waits for."""
