@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import zlib
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -102,7 +103,7 @@ class Store:
         if experts == "3bit" and not self.has_3bit:
             raise StoreError(
                 f"{self.path} has no 3-bit experts; make them with"
-                f" 'aegis convert --experts 3bit {self.path}'"
+                f" 'aegis convert --experts 3bit {shlex.quote(str(self.path))}'"
             )
         return [expert_file(self.path, layer, experts) for layer in self.layout.moe_layers]
 

@@ -143,7 +143,7 @@ def open_model(
     """Plan from headers, refuse what does not fit, then convert, allocate and load."""
     from aegis.checkpoint.source import Checkpoint
     from aegis.checkpoint.store import is_store
-    from aegis.convert.cache import ensure_store
+    from aegis.convert.cache import ensure_store, refuse_without_3bit
     from aegis.convert.identity import embedded_path, model_name
 
     folder = embedded_path() if path is None else Path(path)
@@ -154,6 +154,8 @@ def open_model(
     plan = request_plan(request)
     if not plan.feasible:
         raise PlanError(plan.refusal())
+    if settings.experts == "3bit":
+        refuse_without_3bit(source, backend_layout(backend))
     if on_plan is not None:
         on_plan(plan)
     # Before converting, which may take minutes: a damaged tokenizer is found in a moment.

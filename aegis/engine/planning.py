@@ -134,12 +134,12 @@ def compute_threads(requested: int | None) -> int:
 
 def store_layout(path: str | PathLike[str], backend: str) -> StoreLayout:
     """Sizes of a store, or of the store that a checkpoint would become; reads headers only."""
-    from aegis.checkpoint.store import Store, is_store
+    from aegis.checkpoint.store import is_store
+    from aegis.convert.cache import open_store
     from aegis.convert.layout import layout_of_checkpoint
 
-    if is_store(path):
-        return Store.open(path).layout
-    return layout_of_checkpoint(path, backend_layout(backend))
+    wanted = backend_layout(backend)
+    return open_store(path, wanted).layout if is_store(path) else layout_of_checkpoint(path, wanted)
 
 
 def resolve(

@@ -14,6 +14,8 @@ from strategies import write_checkpoint
 from aegis import Engine, plan
 from aegis.checkpoint import source
 from aegis.convert import convert as conversion
+from aegis.convert.cache import cached_store_path
+from aegis.convert.three_bit import add_3bit
 from aegis.errors import BackendError, StoreError, TokenizerError
 
 
@@ -75,6 +77,28 @@ def test_sizes_without_kernels_are_refused_before_anything_is_converted(
     assert not (tmp_path / "cache").exists()
     with Engine.open(folder, cap="1GiB", context=64, backend="reference") as engine:
         assert len(engine.score([1, 2, 3]))
+
+
+def test_3bit_experts_that_are_missing_are_named_before_anything_is_converted(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = checkpoint.rename(tmp_path / "my model")
+    with pytest.raises(StoreError, match=r"3-bit experts yet; make .* --experts 3bit '/.*model''"):
+        Engine.open(folder, cap="300MiB", context=64, experts="3bit")
+    assert not (tmp_path / "cache").exists()
+    open_and_close(folder)
+    with pytest.raises(StoreError, match=r"has no 3-bit experts yet"):
+        Engine.open(folder, cap="300MiB", context=64, experts="3bit")
+    conversion.convert(folder, cached_store_path(folder), experts3bit=True)
+    add_3bit(cached_store_path(folder))
+    Engine.open(folder, cap="300MiB", context=64, experts="3bit").close()
+
+
+def test_a_store_for_another_backend_is_refused_by_the_plan_too(checkpoint: Path) -> None:
+    store = conversion.convert(checkpoint, checkpoint.parent / "s", layout="row")
+    for ask in (plan, Engine.open):
+        with pytest.raises(StoreError, match=r"has layout row, but il16 is needed"):
+            ask(store.path, cap="300MiB", context=64)
 
 
 @needs_native
