@@ -227,6 +227,7 @@ class Engine:
         self._check_open()
         return self._logits(hidden)
 
+    @np.errstate(all="ignore")
     def _logits(self, hidden: Any) -> NDArray[np.float32]:
         return self._opened.decoder.head(hidden)
 
@@ -388,7 +389,8 @@ class Engine:
         try:
             if self._unsound:
                 self._recover()
-            return compute(*args)
+            with np.errstate(all="ignore"):  # Whatever the caller's program has set.
+                return compute(*args)
         except TiersError as error:
             raise self._opened.read_error(error) from error
         except AegisError:
@@ -416,6 +418,7 @@ def _close(opened: Opened, turn: Turn) -> None:
     (opened.close if turn.here else opened.close_in_child)()
 
 
+@np.errstate(all="ignore")
 def _nll(logits: NDArray[np.float32], token: int) -> float:
     """-ln softmax(logits)[token], summed in float64."""
     peak = float(logits.max())

@@ -139,6 +139,7 @@ class Sampler:
         """Whether sample() looks at the tokens so far."""
         return self.repeat_penalty != 1.0 and self.repeat_last_n != 0
 
+    @np.errstate(all="ignore")  # Whatever the caller's program has set: too small is 0 here.
     def sample(self, logits: Floats, history: Sequence[int] = ()) -> int:
         """Return the next token id for logits float32 [vocab_size]; logits are left unchanged.
 
@@ -168,8 +169,7 @@ class Sampler:
         values = self._penalised[ids]
         # However large the penalty, what was a number stays one.
         penalty = np.float32(np.clip(self.repeat_penalty, _SMALLEST, _LARGEST))
-        with np.errstate(over="ignore"):
-            changed = np.where(values > 0, values / penalty, values * penalty)
+        changed = np.where(values > 0, values / penalty, values * penalty)
         most = np.where(np.isfinite(values), np.float32(_LARGEST), np.float32(np.inf))
         self._penalised[ids] = np.clip(changed, -most, most)
         return self._penalised
@@ -222,8 +222,7 @@ def _scaled(values: Floats, peak: float, temperature: float) -> Doubles:
     shifted: Doubles = values.astype(np.float64)
     shifted -= peak
     if temperature != 1.0:
-        with np.errstate(over="ignore"):
-            shifted /= temperature
+        shifted /= temperature
     return shifted
 
 
