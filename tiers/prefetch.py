@@ -105,9 +105,8 @@ class ReadQueue:
             self._note(self.pool.wait_any(list(self.in_flight), False))
 
     def collect_blocking(self, layer_index: int) -> None:
-        """The same, after at least one has; the time counts as that layer's waiting."""
-        if not self.in_flight:
-            return
+        """The same, after at least one has (some must be under way); the time counts as that
+        layer's waiting."""
         begin = perf_counter()
         try:
             ended = self.pool.wait_any(list(self.in_flight), True)

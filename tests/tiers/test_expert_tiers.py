@@ -4,7 +4,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -295,6 +295,44 @@ def test_a_guess_that_is_chosen_is_read_ahead_of_other_guesses(
     pool.close()
     # The one reader may have begun with the first guess, but not with the second.
     assert 5 not in order[: order.index(6)]
+    memory.arena.close()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda tiers: tiers.acquire(1, [4]).release(),
+        lambda tiers: tiers.begin_prefill(),
+        lambda tiers: tiers.release_slots(1),
+        lambda tiers: tiers.close(),
+    ],
+    ids=["choice", "prompt", "shrinking", "end"],
+)
+def test_guesses_that_nobody_needs_are_withdrawn_unless_they_have_begun(
+    stores: dict[int, ExpertFiles], use: Callable[[ExpertTiers], None]
+) -> None:
+    begun = threading.Event()
+
+    def read(fd: int, views: list[memoryview], offset: int) -> int:
+        begun.set()
+        for _ in range(1000):
+            if pool.depth == 1:
+                break
+            time.sleep(0.01)
+        return os.preadv(fd, views, offset)
+
+    memory, pool = SlotReader(12), PythonReadPool(1, read=read)
+    tiers = open_tiers(stores[12], memory, Setup(12, 2, 12, 4, "lfu", "cross-layer", 4, 0), pool)
+    assert tiers.guess(1, [4, 5, 6, 7]) == 4
+    begun.wait()
+    use(tiers)
+    tiers.close()
+    counters = tiers.stats.decode[1]
+    assert (counters.guesses, counters.cancelled) == (4, 3)
+    assert pool.read_nbytes == tiers.stats.read_nbytes == STRIDE
+    check_slots(memory.slots)
+    assert not any(memory.slots.pins)
+    pool.close()
     memory.arena.close()
 
 
