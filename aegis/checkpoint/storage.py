@@ -62,7 +62,7 @@ def storage_of(place: Path) -> Storage:
     if kind in MEMORY_FILE_SYSTEMS:
         return Storage("memory", f"the store lies on {kind}", there)
     if not hasattr(os, "O_DIRECT"):
-        return Storage("buffered", "this system has no direct ones")
+        return Storage("buffered", "this system has no direct ones", there)
     if not there:
         return _tried(_try_folder, existing)
     found = _tried(_try_file, existing)
