@@ -336,6 +336,32 @@ def test_guesses_that_nobody_needs_are_withdrawn_unless_they_have_begun(
     memory.arena.close()
 
 
+def test_a_slot_goes_once_the_guess_that_is_being_read_into_it_is_there(
+    stores: dict[int, ExpertFiles],
+) -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def read(fd: int, views: list[memoryview], offset: int) -> int:
+        if offset == 4 * STRIDE:
+            begun.set()
+            go.wait()
+        return os.preadv(fd, views, offset)
+
+    memory, pool = SlotReader(2), PythonReadPool(1, read=read)
+    tiers = open_tiers(stores[12], memory, Setup(12, 1, 2, 1, "lfu", "cross-layer", 1, 0), pool)
+    decode_layer(tiers, memory, 0, [0], [4])
+    begun.wait()
+    timer = threading.Timer(0.05, go.set)
+    timer.start()
+    assert tiers.release_slots(1) == 1
+    assert tiers.stats.decode[1].wasted == 1
+    check_slots(memory.slots)
+    timer.join()
+    tiers.close()
+    pool.close()
+    memory.arena.close()
+
+
 def test_the_previous_choice_can_be_the_guess(stores: dict[int, ExpertFiles]) -> None:
     memory = SlotReader(8)
     setup = Setup(12, 4, 8, 4, "lfu", "previous", 4, 0)
