@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sys
@@ -312,6 +313,18 @@ class TestGauges:
         alone.close()
         assert second.allowed_nbytes == (20 + 43) * MIB
         second.close()
+
+    def test_a_gauge_that_was_dropped_leaves_nothing_in_the_sum(
+        self, arena: Arena, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(ProcessGauge, "_all", [])
+        dropped, kept = (ProcessGauge(n * MIB, arena, (0, 0), 0) for n in (10, 20))
+        assert kept.allowed_nbytes == 30 * MIB
+        del dropped
+        gc.collect()
+        assert kept.allowed_nbytes == 20 * MIB
+        assert len(ProcessGauge._all) == 1
+        kept.close()
 
     @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
     def test_the_resident_size_is_the_kernels(
