@@ -248,7 +248,8 @@ def _allocate(
         io_threads=settings.io_threads,
     )
     undo.callback(tiers.close)
-    disk = None if rows is None else DiskEmbedding(store, decoder.embedding, rows)
+    direct = request.storage.kind != "buffered"
+    disk = None if rows is None else DiskEmbedding(store, decoder.embedding, rows, direct)
     if disk is not None:
         undo.callback(disk.close)
     return Opened(
