@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-
 import click
 
 _ELSEWHERE = {
@@ -32,6 +30,8 @@ def sentence(error: click.UsageError) -> str:
 
 def _meant(error: click.NoSuchOption) -> str:
     """Which of the command's options were probably meant."""
+    import difflib
+
     options = error.ctx.command.params if error.ctx else ()
     own = {name for option in options for name in option.opts if not vars(option).get("hidden")}
     spelled = error.option_name.replace("_", "-")
