@@ -83,12 +83,15 @@ class ProcessGauge:
         held = sum(other._arena.nbytes - other._arena.released_nbytes for other in self._living())
         self._before_nbytes = max(0, measured - held - planned)
         self._fd = _open(_STATM)
+        self._process = os.getpid()
         self._self = weakref.ref(self, _forgotten)
         self._all.append(self._self)
 
     @classmethod
     def _living(cls) -> list[ProcessGauge]:
-        return [gauge for ref in list(cls._all) if (gauge := ref()) is not None]
+        """Not those that a forked child finds: the memory that they speak of is its parent's."""
+        here, found = os.getpid(), [ref() for ref in list(cls._all)]
+        return [gauge for gauge in found if gauge is not None and gauge._process == here]
 
     @property
     def allowed_nbytes(self) -> int:

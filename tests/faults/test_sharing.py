@@ -361,6 +361,23 @@ def test_engines_that_are_dropped_give_all_back(sound_store: Store) -> None:
         assert [len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd")] == counts
 
 
+def test_a_forked_child_may_not_take_what_its_parent_may(engine: Engine) -> None:
+    from aegis.engine.governor import ProcessGauge
+
+    cap_nbytes = 10 << 20
+    arena = engine._opened.arena
+
+    def allowed() -> int:
+        gauge = ProcessGauge(cap_nbytes, arena, (0, 0), 0)
+        try:
+            return gauge.allowed_nbytes
+        finally:
+            gauge.close()
+
+    assert in_child(allowed, limit_s=20) == str(cap_nbytes)
+    assert allowed() == cap_nbytes + engine.plan.cap_nbytes
+
+
 def test_a_forked_child_may_drop_it_and_the_parent_goes_on(sound_store: Store) -> None:
     engines = [open_small(sound_store)]
     expected = list(engines[0].generate(IDS, TOKENS, ignore_eos=True))
