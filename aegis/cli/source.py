@@ -111,6 +111,7 @@ def requested(positionals: Sequence[str], options: Options) -> Request:
     for name in ("prompt", "system_prompt"):
         if options[name] is not None:
             options[name] = readable(options[name])
+    options["stop"] = tuple(map(readable, options["stop"]))
     return resolve_request(
         positionals,
         options["model"],

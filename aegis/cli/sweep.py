@@ -126,15 +126,18 @@ def _run(request: Request, cap: int, options: Options) -> dict[str, Any]:
     arguments = ["run", "--json", "--quiet", "--exact", "--cap", f"{cap}B", *_passed_on(options)]
     if request.model is not None:
         arguments += ["--model", str(request.model.absolute())]
-    command = [sys.executable, "-m", "aegis", *arguments]
-    done = _ended(command, (request.prompt or SAMPLE_PROMPT).encode())
+    # As bytes: text that was read as UTF-8 is no text of every locale.
+    given = [text.encode("utf-8", "surrogateescape") for text in arguments]
+    done = _ended(
+        [sys.executable, "-m", "aegis", *given], (request.prompt or SAMPLE_PROMPT).encode()
+    )
     if done.returncode:
         raise _failure(done, cap)
     result: dict[str, Any] = json.loads(done.stdout)
     return result
 
 
-def _ended(command: list[str], piped: bytes) -> subprocess.CompletedProcess[bytes]:
+def _ended(command: list[str | bytes], piped: bytes) -> subprocess.CompletedProcess[bytes]:
     """Run a process to its end; it ends with us."""
     from aegis.doctor.shelter import deferred_signals
 

@@ -175,6 +175,24 @@ def test_a_prompt_means_the_same_in_every_locale(home: Path, locale: str) -> Non
     assert done.stdout.decode() == ascii(f"{PROMPT}\n{PIPED}")
 
 
+TEXTS = "--stop 'é你' --system-prompt 'é你' --chat-template '{{ messages[0].content }}'"
+
+
+def test_other_texts_mean_the_same_in_every_locale_and_in_the_runs_of_a_sweep(home: Path) -> None:
+    locale = LOCALES["C without UTF-8 mode"]
+    code = (
+        "from aegis.cli import app; from aegis.text import stop\n"
+        "given = stop.stop_strings\n"
+        "stop.stop_strings = lambda stops: print(ascii(stops)) or given(stops)\n"
+        "app.run_command()"
+    )
+    arguments = RUN.removeprefix(AEGIS).replace("--raw", TEXTS)
+    done = shell(home, f'{sys.executable} -c "$CODE" {arguments}', locale | {"CODE": code})
+    assert done.stdout.splitlines()[0].decode() == ascii(("é你",))
+    done = shell(home, SWEEP.replace("--raw", TEXTS).replace("1GiB..2GiB:1GiB", "1GiB"), locale)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 @pytest.mark.parametrize("locale", ["C", "C without UTF-8 mode", "ASCII streams"])
 def test_folders_may_be_named_in_any_letters_in_every_locale(home: Path, locale: str) -> None:
     folder = home / "mödel 你好"
