@@ -42,7 +42,10 @@ class Checkpoint:
             return path
         folder = Path(path)
         if not os.path.isdir(folder):  # Path's raises where a name is too long
-            raise CheckpointError(f"{folder} is not a folder with a checkpoint or a store")
+            raise CheckpointError(
+                f"{folder} is not a folder with a checkpoint or a store; give the path of one:"
+                " models are not downloaded by name"
+            )
         config = load_config(folder)
         index = folder / INDEX
         weight_map = _weight_map(index) if os.path.lexists(index) else None
