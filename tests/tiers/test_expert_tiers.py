@@ -4,7 +4,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -336,6 +336,34 @@ def test_guesses_that_nobody_needs_are_withdrawn_unless_they_have_begun(
     memory.arena.close()
 
 
+class Looks(PythonReadPool):
+    """A pool of one reader that counts how often somebody looks for what has ended."""
+
+    looks = 0
+
+    def wait_any(self, tickets: Sequence[int], block: bool = True) -> list[int]:
+        self.looks += 1
+        return super().wait_any(tickets, block)
+
+
+def test_waiting_for_a_read_leaves_the_processor_alone(stores: dict[int, ExpertFiles]) -> None:
+    go = threading.Event()
+
+    def read(fd: int, views: list[memoryview], offset: int) -> int:
+        go.wait()
+        return os.preadv(fd, views, offset)
+
+    memory, pool = SlotReader(2), Looks(1, read=read)
+    with open_tiers(stores[12], memory, Setup(12, 1, 2, 1, "lfu", "none", 0, 0), pool) as tiers:
+        timer = threading.Timer(0.05, go.set)
+        timer.start()
+        decode_layer(tiers, memory, 0, [7], [])
+        assert pool.looks < 10
+        timer.join()
+    pool.close()
+    memory.arena.close()
+
+
 def test_a_slot_goes_once_the_guess_that_is_being_read_into_it_is_there(
     stores: dict[int, ExpertFiles],
 ) -> None:
@@ -347,13 +375,15 @@ def test_a_slot_goes_once_the_guess_that_is_being_read_into_it_is_there(
             go.wait()
         return os.preadv(fd, views, offset)
 
-    memory, pool = SlotReader(2), PythonReadPool(1, read=read)
+    memory, pool = SlotReader(2), Looks(1, read=read)
     tiers = open_tiers(stores[12], memory, Setup(12, 1, 2, 1, "lfu", "cross-layer", 1, 0), pool)
     decode_layer(tiers, memory, 0, [0], [4])
     begun.wait()
+    looks = pool.looks
     timer = threading.Timer(0.05, go.set)
     timer.start()
     assert tiers.release_slots(1) == 1
+    assert pool.looks < looks + 10
     assert tiers.stats.decode[1].wasted == 1
     check_slots(memory.slots)
     timer.join()
@@ -628,6 +658,7 @@ def test_statistics_are_kept_per_layer_and_phase_and_can_be_reset(
         time.sleep(0.02)
         return os.preadv(fd, views, offset)
 
+    begun = time.perf_counter()
     memory, pool = SlotReader(12), PythonReadPool(1, read=slow)
     setup = Setup(12, 4, 12, 4, "lfu", "none", 0, 0)
     with open_tiers(stores[12], memory, setup, pool) as tiers:
@@ -636,7 +667,7 @@ def test_statistics_are_kept_per_layer_and_phase_and_can_be_reset(
         assert tiers.stats.prefill[0].misses == 2
         assert tiers.stats.decode[0].choices == 0
         assert tiers.stats.decode[1].misses == 4
-        assert tiers.stats.decode[1].wait_s > 0
+        assert 0 < tiers.stats.decode[1].wait_s <= time.perf_counter() - begun
         told = tiers.stats.as_dict()
         assert told["decode"]["total"]["read_nbytes"] == 4 * STRIDE
         assert told["decode"]["layers"][1]["choices"] == 4
