@@ -35,7 +35,9 @@ from aegis.tiers import (
     facade,
     open_read_pool,
 )
+from aegis.tiers.prefetch import ReadQueue
 from aegis.tiers.slots import RESIDENT
+from aegis.tiers.stats import TierStats
 
 NUM_LAYERS = 3
 
@@ -432,6 +434,36 @@ def test_a_file_truncated_after_open_is_a_read_error_and_nothing_else_breaks(
         paths[1].write_bytes(whole)
         prefill_layer(tiers, memory, 1, list(range(12)), [], None)
         decode_layer(tiers, memory, 1, [0, 3, 5, 9], [])
+    memory.arena.close()
+
+
+@pytest.mark.parametrize("end", ["truncated", "broken"])
+def test_of_a_read_that_ends_early_whole_records_are_there_and_errors_say_what_came(
+    tmp_path: Path, end: str
+) -> None:
+    def fail(fd: int, views: list[memoryview], offset: int) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    paths = write_expert_files(tmp_path, 1, 6)
+    memory, stats = SlotReader(6), TierStats(1)
+    pool = PythonReadPool(1, read=fail if end == "broken" else None)
+    with open_files(paths, 6) as files:
+        os.truncate(paths[0], 2 * STRIDE + 100)
+        queue, slots = ReadQueue(files, memory.slots, pool, stats), memory.slots
+        for slot in range(4):
+            slots.begin(slot, slot)
+        queue.start_run([0, 1, 2, 3], demand=True)
+        queue.collect_blocking(0)
+        got = {key: error.got for key, error in queue.failed.items()}
+        if end == "truncated":
+            assert (slots.slot_of, got) == ({0: 0, 1: 1}, {2: 100, 3: 0})
+            assert stats.decode[0].read_nbytes == 2 * STRIDE + 100
+        else:
+            assert (slots.slot_of, got) == ({}, dict.fromkeys(range(4), -errno.EIO))
+            assert stats.decode[0].read_nbytes == 0
+        check_slots(slots)
+        assert queue.in_flight == queue.ticket_of == {}
+    pool.close()
     memory.arena.close()
 
 

@@ -281,6 +281,13 @@ def test_a_hot_expert_takes_the_oldest_slot_that_nobody_uses_and_others_just_go(
     memory.arena.close()
 
 
+@example(
+    stride=3 << 20,
+    before=1 << 20,
+    behind=0,
+    asks=[(True, 1), (True, 0), (True, 9 << 20), (True, 1)],
+    least=1,
+)
 @example(stride=65536, before=99, behind=0, asks=[(True, 8 << 20), (False, 5 << 20)], least=1)
 @example(
     stride=3 << 20, before=1 << 20, behind=0, asks=[(True, 9 << 20), (False, 6 << 20)], least=1
