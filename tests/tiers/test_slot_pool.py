@@ -259,7 +259,19 @@ def test_what_moves_to_a_lower_slot_stays_what_it_was() -> None:
     memory.arena.close()
 
 
-def test_a_hot_expert_takes_the_oldest_slot_that_nobody_uses_and_others_just_go() -> None:
+def test_where_nothing_is_free_what_is_not_hot_goes_with_its_slot() -> None:
+    memory = filled(4)
+    wasted: list[int] = []
+    memory.slots.on_waste = wasted.append
+    memory.slots.guessed[2] = True
+    assert memory.slots.shrink(2) == 2
+    assert memory.slots.slot_of == {0: 0, 1: 1}
+    assert wasted == [2]
+    check_slots(memory.slots)
+    memory.arena.close()
+
+
+def test_a_hot_expert_takes_the_oldest_slot_that_nobody_uses() -> None:
     memory = filled(6)
     slots = memory.slots
     for hot in (5, 4):
