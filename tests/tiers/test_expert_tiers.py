@@ -349,19 +349,28 @@ class Looks(PythonReadPool):
 
 
 def test_waiting_for_a_read_leaves_the_processor_alone(stores: dict[int, ExpertFiles]) -> None:
-    go = threading.Event()
+    begun, go = threading.Event(), threading.Event()
 
     def read(fd: int, views: list[memoryview], offset: int) -> int:
+        begun.set()
         go.wait()
+        go.clear()
         return os.preadv(fd, views, offset)
 
     memory, pool = SlotReader(2), Looks(1, read=read)
-    with open_tiers(stores[12], memory, Setup(12, 1, 2, 1, "lfu", "none", 0, 0), pool) as tiers:
-        timer = threading.Timer(0.05, go.set)
-        timer.start()
-        decode_layer(tiers, memory, 0, [7], [])
-        assert pool.looks < 10
-        timer.join()
+    tiers = open_tiers(stores[12], memory, Setup(12, 1, 2, 1, "lfu", "cross-layer", 1, 0), pool)
+    timer = threading.Timer(0.05, go.set)
+    timer.start()
+    decode_layer(tiers, memory, 0, [7], [])
+    timer.join()
+    begun.clear()
+    assert tiers.guess(1, [3]) == 1
+    begun.wait()
+    timer = threading.Timer(0.05, go.set)
+    timer.start()
+    tiers.close()
+    assert pool.looks < 20
+    timer.join()
     pool.close()
     memory.arena.close()
 
