@@ -638,6 +638,44 @@ def test_two_layers_may_be_held_at_once_as_far_as_slots_go(
     memory.arena.close()
 
 
+def test_a_prompt_needs_one_slot_that_nobody_else_holds(stores: dict[int, ExpertFiles]) -> None:
+    memory = SlotReader(2)
+    setup = Setup(12, 2, 2, 1, "lfu", "none", 0, 0)
+    with open_tiers(stores[12], memory, setup, None) as tiers:
+        held = tiers.acquire(0, [0, 1])
+        while not held.complete:
+            held.wait()
+        visit = tiers.prefill_layer(1, [3])
+        with pytest.raises(SlotError, match="release what was acquired first"):
+            next(visit)
+        held.release()
+        assert memory.check(1, next(visit)) == [3]
+        assert list(visit) == []
+    check_slots(memory.slots)
+    memory.arena.close()
+
+
+def test_what_was_never_handed_out_can_be_given_up(stores: dict[int, ExpertFiles]) -> None:
+    def read(fd: int, views: list[memoryview], offset: int) -> int:
+        if offset == 5 * STRIDE:
+            raise OSError(errno.EIO, "Input/output error")
+        return os.preadv(fd, views, offset)
+
+    memory, pool = SlotReader(4), PythonReadPool(1, read=read)
+    with open_tiers(stores[12], memory, Setup(12, 2, 4, 1, "lfu", "none", 0, 0), pool) as tiers:
+        decode_layer(tiers, memory, 0, [0, 1], [])
+        tiers.acquire(0, [0, 1]).release()
+        given_up = tiers.acquire(0, [5])
+        pool.wait_any(list(tiers._queue.in_flight))
+        # Another layer takes note of the failure, which frees the slot.
+        decode_layer(tiers, memory, 1, [0], [])
+        given_up.release()
+        check_slots(memory.slots)
+        assert not any(memory.slots.pins)
+    pool.close()
+    memory.arena.close()
+
+
 def test_sizes_that_cannot_work_are_refused(stores: dict[int, ExpertFiles]) -> None:
     memory = SlotReader(4)
     for changes, message in (
