@@ -40,6 +40,10 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("importlib.metadata").version("aegis-moe")
     if name not in _HOMES:
         raise AttributeError(f"module 'aegis' has no attribute {name!r}")
+    try:
+        importlib.import_module("aegis.kernels")
+    except ModuleNotFoundError:
+        raise ImportError(importlib.import_module("aegis.errors").BARE_SOURCES) from None
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 

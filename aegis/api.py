@@ -125,12 +125,12 @@ def stream_generate(
     """
     from aegis.engine.generate import Clock, stream_text
     from aegis.engine.memory import peak_nbytes
-    from aegis.engine.sampling import Sampler
+    from aegis.engine.sampling import choose_sampler
 
     _refuse_far_too_long(model, prompt)
     ids = encode_prompt(tokenizer, prompt)
     clock = Clock.start(model, ids)
-    sampler = sampler or Sampler(**sampling)
+    sampler = choose_sampler(sampler, sampling)
     steps = stream_text(model, ids, max_tokens, sampler, stop=stop, ignore_eos=ignore_eos)
     for step in steps:
         if step.token is not None:

@@ -2,6 +2,26 @@
 
 from __future__ import annotations
 
+import reprlib
+from typing import Any
+
+BARE_SOURCES = (
+    "aegis here is the folder of its sources, not what is installed; start Python in another folder"
+    " or as python -P"
+)
+"""In a clone's root, where ``import aegis`` finds no planner, tiers and kernels."""
+
+_shown = reprlib.Repr()
+_shown.maxstring = _shown.maxother = _shown.maxlong = 60
+
+
+def shown(value: Any) -> str:
+    """A value as a message may show it, wherever it came from: short, on one line."""
+    try:
+        return _shown.repr(value)
+    except ValueError:
+        return "a number of thousands of digits"
+
 
 class AegisError(Exception):
     """Base of all aegis errors; ``str(error)`` is one sentence for the user."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
+
+from aegis.errors import shown
 
 MIB = 1 << 20
 
@@ -93,6 +97,8 @@ _LEAST = {
 }
 _OPTIONAL = ("context", "threads", "prefill_step", "max_slots", "device_cap_nbytes")
 _MOST = {"guess_width": 16, "io_threads": 64}
+_ANY = 1 << 63
+"""No number of anything is larger: beyond it sizes could not even be shown."""
 
 
 @dataclass(frozen=True)
@@ -122,13 +128,22 @@ class Settings:
         """Refuse what no model could be opened with: ValueError, one sentence."""
         for name, words in _WORDS.items():
             value = getattr(self, name)
-            if value not in words:
-                raise ValueError(f"{name} is {value!r}; choose one of {', '.join(words)}")
+            if not isinstance(value, str) or value not in words:
+                raise ValueError(f"{name} is {shown(value)}; choose one of {', '.join(words)}")
+        if not isinstance(self.backend, str):
+            raise ValueError(f"backend is {shown(self.backend)}; give its name, or auto")
         for name, least in _LEAST.items():
-            value, most = getattr(self, name), _MOST.get(name)
-            if value is None and name in _OPTIONAL:
-                continue
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if not whole or value < least or (most is not None and value > most):
-                bound = f"of at least {least}" if most is None else f"from {least} to {most}"
-                raise ValueError(f"{name} is {value!r}; it must be a whole number {bound}")
+            value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:
+                # Plain ints from here on: numpy's would overflow where sizes are computed.
+                object.__setattr__(self, name, _whole(name, value, least))
+
+
+def _whole(name: str, value: Any, least: int) -> int:
+    most = _MOST.get(name)
+    with contextlib.suppress(TypeError):
+        found = operator.index(value)
+        if not isinstance(value, bool) and least <= found <= (most or _ANY):
+            return found
+    bound = f"of at least {least}" if most is None else f"from {least} to {most}"
+    raise ValueError(f"{name} is {shown(value)}; it must be a whole number {bound}")

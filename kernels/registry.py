@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
@@ -49,7 +50,7 @@ def _check_native() -> None:
     except ImportError as error:
         raise BackendUnavailableError(
             "the native backend was not built: install a C++17 compiler (g++ or clang++) and "
-            f"reinstall aegis-moe ({error})"
+            f"Python's headers (python3-dev on Debian) and reinstall aegis-moe ({error})"
         ) from error
 
 
@@ -103,12 +104,26 @@ def why_not_auto(name: str) -> str | None:
     return _sentence(_entry(name).check_auto)
 
 
-def resolve(name: str = "auto") -> str:
-    """The backend that ``name`` stands for; BackendUnavailableError says why there is none."""
-    if name != "auto":
-        _entry(name).check()
-        return name
-    return next(candidate for candidate in NAMES if why_not_auto(candidate) is None)
+def resolve(name: str = "auto", checked: bool = False) -> str:
+    """The backend that ``name`` stands for; BackendUnavailableError says why there is none.
+
+    checked: also where the environment asks of it what it cannot do here."""
+    if name == "auto":
+        name = next(candidate for candidate in NAMES if why_not_auto(candidate) is None)
+    _entry(name).check()
+    if checked and name == "native":
+        _check_isa()
+    return name
+
+
+def _check_isa() -> None:
+    wanted = os.environ.get("AEGIS_ISA")
+    known: list[str] = import_module("aegis.kernels.native._native").isas()
+    if wanted and wanted not in known:
+        raise BackendUnavailableError(
+            f"AEGIS_ISA asks for {wanted}, which the kernels do not have here: unset it, or use"
+            f" one of {', '.join(known)}"
+        )
 
 
 def create(name: str = "auto", threads: int | None = None, numbers: Numbers = "f32") -> Backend:

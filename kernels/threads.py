@@ -31,7 +31,7 @@ def default_threads(root: Path = Path("/")) -> int:
 def _groups(root: Path) -> Iterator[Path]:
     """Folders of the groups that this process is in, from the inside out."""
     mounts = root / "sys/fs/cgroup"
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in _text(root / "proc/self/cgroup").split("\n"):
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if "cpu" in controllers.split(","):
@@ -59,6 +59,7 @@ def _quotas(folder: Path) -> Iterator[float]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text()
-    except (OSError, ValueError):
+        # As bytes: a group may be named in any, and with what Python takes for the end of a line.
+        return path.read_bytes().decode(errors="surrogateescape")
+    except OSError:
         return ""

@@ -8,7 +8,7 @@ from aegis.planner.ledger import LedgerRow, make_ledger
 from aegis.planner.plan import MemoryPlan, make_plan
 from aegis.planner.surroundings import Surroundings
 from aegis.planner.sweep import sweep_plans
-from aegis.planner.units import format_size, parse_caps, parse_size
+from aegis.planner.units import format_least, format_size, parse_caps, parse_size
 
 __all__ = [
     "DeviceShare",
@@ -17,6 +17,7 @@ __all__ = [
     "PlanRequest",
     "PrefillOption",
     "Surroundings",
+    "format_least",
     "format_size",
     "make_ledger",
     "make_plan",

@@ -8,7 +8,8 @@ from fractions import Fraction
 _BINARY = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _DECIMAL = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS = {name.lower(): nbytes for name, nbytes in (_BINARY | _DECIMAL).items()}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
+_SIZE = re.compile(r"\s*(\d{1,40}(?:\.\d{1,40})?)\s*([A-Za-z]*)\s*", re.ASCII)
+_LARGEST = 1 << 63
 
 DEFAULT_SWEEP_STEP = "1GiB"
 MAX_SWEEP_CAPS = 1000
@@ -18,7 +19,10 @@ def parse_size(text: str) -> int:
     """Bytes of ``4GiB``, ``1.5 GiB`` or ``134217728B``; ValueError says what is wrong."""
     match = _SIZE.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r} is not a size: write a number and a unit, as in 4GiB or 512MiB")
+        shown = text[:60]
+        raise ValueError(
+            f"{shown!r} is not a size: write a number and a unit, as in 4GiB or 512MiB"
+        )
     number, unit = match.groups()
     if not unit:
         raise ValueError(f"{text!r} has no unit: write {number}GiB, {number}MiB or {number}B")
@@ -28,6 +32,8 @@ def parse_size(text: str) -> int:
     nbytes = Fraction(number) * _UNITS[unit.lower()]
     if nbytes < 1:
         raise ValueError(f"{text!r} is less than one byte: a size must be positive")
+    if nbytes > _LARGEST:
+        raise ValueError(f"{text!r} is more than any memory: write at most {_LARGEST}B")
     return int(nbytes)
 
 
@@ -55,3 +61,11 @@ def format_size(nbytes: int) -> str:
         value /= 1024
         names.pop(0)
     return f"{value:.1f}".removesuffix(".0") + f" {names[0]}"
+
+
+def format_least(nbytes: int) -> str:
+    """A size that something needs, rounded up: what is written is enough where it is given."""
+    units = list(_BINARY.items())
+    while (tenths := -(-10 * nbytes // units[0][1])) >= 10240 and len(units) > 1:
+        units.pop(0)
+    return f"{tenths // 10}.{tenths % 10}".removesuffix(".0") + f" {units[0][0]}"

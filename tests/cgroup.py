@@ -289,6 +289,7 @@ def cold_python(folder: Path) -> ColdPython:
         _copy_package(name, packages / name.replace(".", "/"))
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
     env |= {"PYTHONHOME": str(home), "LD_LIBRARY_PATH": str(home / "lib"), "PYTHONSAFEPATH": "1"}
+    env["PYTHONPATH"] = str(packages)  # Debian's interpreter looks for them in other folders.
     command = (str(home / "bin" / version),)
     # Byte code is part of an installed package: compile it now, not inside the measured run.
     compile_all = [*command, "-m", "compileall", "-q", "-j", "2", str(home / "lib" / version)]

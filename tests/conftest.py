@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,15 @@ ROOT = Path(__file__).resolve().parent.parent
 # the interpreters that tests start must not either.
 os.environ["PYTHONSAFEPATH"] = "1"
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
+
+# In the background or under nohup these come ignored, and so would the commands have them that the
+# tests send them to; a handler, even one that does nothing, is not inherited.
+for _number, _handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, lambda number, frame: None),
+):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 import cgroup  # noqa: E402 - after the guard
 

@@ -60,6 +60,7 @@ def build_for_aarch64(folder: Path) -> Build:
     build(
         folder,
         AEGIS_MODULE="ON",
+        CMAKE_CXX_FLAGS=f"-Werror -isystem {_python_for_aarch64(folder / 'include')}",
         CMAKE_SYSTEM_NAME="Linux",
         CMAKE_SYSTEM_PROCESSOR="aarch64",
         CMAKE_CXX_COMPILER=CROSS_COMPILER,
@@ -67,6 +68,20 @@ def build_for_aarch64(folder: Path) -> Build:
         Python_INCLUDE_DIR=sysconfig.get_paths()["include"],
     )
     return Build(folder, (str(emulator), "-L", CROSS_LIBRARIES))
+
+
+def _python_for_aarch64(folder: Path) -> Path:
+    """Debian keeps pyconfig.h apart by processor, and has only this one's: the same is said there
+    of another with types as wide."""
+    include = Path(sysconfig.get_paths()["include"])
+    theirs, ours = (
+        Path(processor) / include.name / "pyconfig.h"
+        for processor in ("aarch64-linux-gnu", sysconfig.get_config_var("MULTIARCH") or "any")
+    )
+    if (include.parent / ours).exists():
+        (folder / theirs).parent.mkdir(parents=True)
+        (folder / theirs).write_text(f'#include "{include.parent / ours}"\n')
+    return folder
 
 
 def _tool(name: str, compiler: str) -> str:

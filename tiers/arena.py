@@ -154,7 +154,10 @@ class Arena:
     def huge_nbytes(self) -> int | None:
         """How much of the arena lies in huge pages now; None where the system does not say."""
         try:
-            with open("/proc/self/smaps", encoding="ascii", errors="replace") as lines:
+            # A file that the program has mapped may have any name, ends of lines in it too.
+            with open(
+                "/proc/self/smaps", encoding="ascii", errors="replace", newline="\n"
+            ) as lines:
                 return sum(_huge_in(lines, self.base, self.base + self.nbytes))
         except OSError:
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from random import Random
 
 from aegis.tiers.policy import Policy
@@ -45,12 +46,13 @@ class HotTier:
         """The coldest of a few random unpinned hot slots, or NOWHERE."""
         slots, draw, scores = self.slots, self._draw, self.policy.scores
         hot, pins, key_of = slots.hot, slots.pins, slots.key_of
-        best, best_score, count = NOWHERE, 0.0, len(hot)
+        best, best_score, count = NOWHERE, inf, len(hot)
         for _ in range(self.policy.samples if count else 0):
             slot = hot[int(draw() * count)]
             if not pins[slot]:
                 score = scores[key_of[slot]]
-                if best == NOWHERE or score < best_score:
+                # Of those equally cold any will do.
+                if score < best_score:  # mutate: equivalent
                     best, best_score = slot, score
         return best
 
@@ -67,8 +69,8 @@ class HotTier:
     def make_room(self) -> None:
         """Turn the coldest hot slots transient until ``reserve`` slots are not hot."""
         slots, scores = self.slots, self.policy.scores
-        excess = len(slots.hot) - max(0, slots.capacity - self.reserve)
-        if excess <= 0:
+        excess = len(slots.hot) - (slots.capacity - self.reserve)
+        if excess < 1:
             return
         unpinned = [slot for slot in slots.hot if not slots.pins[slot]]
         unpinned.sort(key=lambda slot: scores[slots.key_of[slot]])

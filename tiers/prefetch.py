@@ -63,25 +63,24 @@ class ReadQueue:
         """A guess has become a demand."""
         self.pool.promote(self.ticket_of[slot])
 
-    def cancel(self, slot: int) -> bool:
+    def cancel(self, slot: int) -> None:
         """Withdraw the read into ``slot`` if the disk has not begun, freeing the slot.
 
         A run is withdrawn as a whole, once none of its other slots is pinned."""
         ticket = self.ticket_of[slot]
         if ticket not in self.in_flight:
-            return False  # Ctrl-C struck while its end was being noted; recovery sorts that out
+            return  # Ctrl-C struck while its end was being noted; recovery sorts that out
         slots, counting = self.in_flight[ticket]
         if any(self.slots.pins[other] for other in slots if other != slot):
-            return False
+            return
         if not self.pool.cancel(ticket):
-            return False
+            return
         del self.in_flight[ticket]
         for other in slots:
             del self.ticket_of[other]
             if self.slots.guessed[other]:
                 counting[self.slots.key_of[other] // self.files.num_experts].cancelled += 1
             self.slots.fail(other)
-        return True
 
     def cancel_unpinned(self) -> None:
         """Withdraw every read that nobody waits for."""
@@ -106,9 +105,8 @@ class ReadQueue:
             self._note(self.pool.wait_any(list(self.in_flight), False))
 
     def collect_blocking(self, layer_index: int) -> None:
-        """The same, after at least one has; the time counts as that layer's waiting."""
-        if not self.in_flight:
-            return
+        """The same, after at least one has (some must be under way); the time counts as that
+        layer's waiting."""
         begin = perf_counter()
         try:
             ended = self.pool.wait_any(list(self.in_flight), True)
@@ -123,8 +121,7 @@ class ReadQueue:
             damaged = self.pool.damaged(ticket)
             got = self.pool.result(ticket)
             layer_index, expert = divmod(self.slots.key_of[run[0]], self.files.num_experts)
-            if got > 0:
-                counting[layer_index].read_nbytes += got
+            counting[layer_index].read_nbytes += max(0, got)
             for index, slot in enumerate(run):
                 del self.ticket_of[slot]
                 if got < stride or index in damaged:
@@ -134,7 +131,7 @@ class ReadQueue:
                     if not self.slots.parts:
                         self.files.note_intact(layer_index, expert + index)
                     self.slots.arrive(slot)
-                got = got if got < 0 else max(0, got - stride)
+                got -= min(stride, max(0, got))
 
     def _fail(self, slot: int, got: int) -> None:
         key, stride = self.slots.key_of[slot], self.files.stride

@@ -16,8 +16,9 @@ from aegis.tiers.arena import Arena
 from aegis.tiers.errors import SlotError
 from aegis.tiers.store import READ_ALIGN
 
-FREE, READING, RESIDENT = 0, 1, 2
-NOWHERE = -1
+# Any numbers that differ would do.
+FREE, READING, RESIDENT = 0, 1, 2  # mutate: equivalent
+NOWHERE = -1  # mutate: equivalent
 
 
 def _ignore(key: int) -> None:
@@ -242,29 +243,31 @@ class SlotPool:
         Only whole ranges go: fewer than asked for where ``least`` slots must stay, and 0 where
         that leaves no range."""
         arena = self._at_end
-        if arena is None or least >= self.capacity or nbytes <= 0:
+        if arena is None or nbytes <= 0:
             return 0
-        end = arena.nbytes - max(arena.released_nbytes, self._behind(self.capacity))
+        end = arena.nbytes - self._behind(self.capacity)
         first = arena.range_from(arena.nbytes - self._behind(least))
-        begin = max(arena.range_of(max(end - nbytes, 0)), first)
-        return 0 if begin >= end else self.capacity - self._before(begin)
+        begin = max(arena.range_of(end - nbytes), first)
+        return max(0, self.capacity - self._before(begin))
 
     def _before(self, offset: int) -> int:
         """How many slots lie wholly before an offset into the arena."""
         assert self.arena is not None
-        return max(0, offset - (self.base - self.arena.base)) // self.stride
+        return (offset - (self.base - self.arena.base)) // self.stride
 
     def slots_for(self, nbytes: int) -> int:
         """How many given-back slots fit when up to ``nbytes`` of memory are taken back."""
         arena, gone = self._at_end, self.num_slots - self.capacity
+        # A single byte makes no difference: memory comes and goes in pages.
+        nbytes = max(0, nbytes)  # mutate: equivalent
         if arena is None or arena.released_nbytes <= nbytes:
             return gone
-        end = arena.range_of(arena.nbytes - arena.released_nbytes + max(nbytes, 0))
+        end = arena.range_of(arena.nbytes - arena.released_nbytes + nbytes)
         # With the last slot comes what lies behind it, which would be more than asked for.
         return max(0, min(self._before(end), self.num_slots - 1) - self.capacity)
 
     def _vacate(self, slot: int) -> None:
-        target = self._target_below(slot)
+        target = self._target_for(slot)
         if target == NOWHERE:
             self.forget(slot)
             return
@@ -287,14 +290,14 @@ class SlotPool:
             to, origin = (part.base + index * part.stride for index in (target, slot))
             ctypes.memmove(to, origin, part.nbytes)
 
-    def _target_below(self, slot: int) -> int:
-        lower = [other for other in self.free if other < slot]
-        if lower:
-            return min(lower)
+    def _target_for(self, slot: int) -> int:
+        """Where the expert of the last slot in use goes: every other one is a lower one."""
+        if self.free:
+            return min(self.free)
         if self.hot_index[slot] == NOWHERE:
             return NOWHERE
         for other in self.transient:
-            if other < slot and self.state[other] == RESIDENT and not self.pins[other]:
+            if self.state[other] == RESIDENT and not self.pins[other]:
                 self.forget(other)
                 return other
         return NOWHERE
@@ -302,11 +305,13 @@ class SlotPool:
     def grow(self, count: int) -> int:
         """Take up to ``count`` given-back slots into use again; returns how many came."""
         count = min(count, self.num_slots - self.capacity)
-        if count <= 0:
+        if count < 1:
             return 0
-        if self._at_end is not None:
-            full = self.capacity + count == self.num_slots
-            self._at_end.restore_tail(0 if full else self._behind(self.capacity + count))
+        if (arena := self._at_end) is not None:
+            if self.capacity + count == self.num_slots:
+                arena.restore_tail()  # With what lies behind the last slot.
+            else:
+                arena.restore_tail(self._behind(self.capacity + count))
         self.free[:0] = range(self.capacity + count - 1, self.capacity - 1, -1)
         self.capacity += count
         return count

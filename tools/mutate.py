@@ -101,7 +101,7 @@ def replacements(node: ast.AST) -> Iterator[tuple[str, ast.AST | None]]:
         negated: Any = copy.deepcopy(node)
         negated.test = ast.UnaryOp(ast.Not(), negated.test)
         yield f"not ({ast.unparse(node.test)})", negated
-    elif isinstance(node, ast.Return) and node.value is not None:
+    elif isinstance(node, ast.Return) and ast.unparse(node) not in ("return", "return None"):
         yield f"{ast.unparse(node)} -> return None", ast.Return(ast.Constant(None))
     elif isinstance(node, ast.AugAssign | ast.Raise | ast.Continue | ast.Break) or (
         isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)

@@ -240,7 +240,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing; a checkpoint folder needs it") from None
     except FileDamageError as error:
-        raise CheckpointError(f"{path} {error}; download it again") from error
+        raise CheckpointError(error.about(path)) from error
 
 
 def load_config(folder: Path) -> ModelConfig:
@@ -280,7 +280,7 @@ def tokenizer_nbytes(folder: Path) -> int:
             f" {remedy}"
         ) from None
     except FileDamageError as error:
-        raise TokenizerError(f"{path} {error}; download it again") from error
+        raise TokenizerError(error.about(path)) from error
     if size > _MAX_TOKENIZER_NBYTES:
         raise TokenizerError(
             f"{path} is implausibly large for a tokenizer ({size} bytes); download it again"

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import os
-import reprlib
 import stat
 from pathlib import Path
 from typing import Any, NoReturn
 
 from aegis.checkpoint.pagecache import drop_pages
+from aegis.errors import shown as shown
 
 MAX_JSON_NBYTES = 32 << 20
 """The index of the largest models has 15 MB."""
@@ -22,20 +22,15 @@ MAX_JSON_NBYTES = 32 << 20
 MAX_JSON_PARTS = 1 << 20
 """Values and keys, which is what parsing takes memory for; 90,000 tensors have as many."""
 
-_shown = reprlib.Repr()
-_shown.maxstring = _shown.maxother = _shown.maxlong = 60
-
 
 class FileDamageError(ValueError):
     """What is wrong with a file: the end of a sentence that begins with its name."""
 
-
-def shown(value: Any) -> str:
-    """A value from a file as a message may show it: short, on one line."""
-    try:
-        return _shown.repr(value)
-    except ValueError:
-        return "a number of thousands of digits"
+    def about(self, path: Path, remedy: str = "download it again") -> str:
+        """The whole sentence with what to do; a file that may not be read need not be damaged."""
+        if isinstance(self.__cause__, PermissionError):
+            remedy = "give yourself the right to read it (chmod)"
+        return f"{path} {self}; {remedy}"
 
 
 def shown_name(name: str) -> str:

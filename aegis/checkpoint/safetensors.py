@@ -28,6 +28,9 @@ _MAX_RANK = 8
 _MAX_SIZE = 1 << 50
 _MAX_NAME = 1024
 
+_LFS_POINTER = b"version "
+"""What a pointer file begins with; as a length it would be beyond any disk."""
+
 _DTYPE_BITS = {
     "BOOL": 8,
     "U8": 8,
@@ -69,17 +72,20 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     """
     try:
         size = regular_nbytes(path)
-        length = int.from_bytes(read_regular(path, 8, 0, 8), "little")
+        start = read_regular(path, 8, 0, 8)
+        if start == _LFS_POINTER:
+            raise CheckpointError(f"{path} is a pointer of Git LFS; fetch the file: git lfs pull")
+        length = int.from_bytes(start, "little")
         if size < 8 or length > size - 8:
             raise CheckpointError(_not_whole(path, length, size))
         header = read_regular(path, MAX_HEADER_NBYTES, 8, length)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing; a checkpoint folder needs it") from None
     except FileDamageError as error:
-        raise CheckpointError(f"{path} {error}; download it again") from error
-    start = 8 + length
-    tensors = [_tensor(path, name, entry, start) for name, entry in _entries(path, header)]
-    _check_ranges(path, tensors, start, size)
+        raise CheckpointError(error.about(path)) from error
+    begin = 8 + length
+    tensors = [_tensor(path, name, entry, begin) for name, entry in _entries(path, header)]
+    _check_ranges(path, tensors, begin, size)
     return {tensor.name: tensor for tensor in tensors}
 
 

@@ -41,8 +41,11 @@ class Checkpoint:
         if isinstance(path, cls):
             return path
         folder = Path(path)
-        if not folder.is_dir():
-            raise CheckpointError(f"{folder} is not a folder with a checkpoint or a store")
+        if not os.path.isdir(folder):  # Path's raises where a name is too long
+            raise CheckpointError(
+                f"{folder} is not a folder with a checkpoint or a store; give the path of one:"
+                " models are not downloaded by name"
+            )
         config = load_config(folder)
         index = folder / INDEX
         weight_map = _weight_map(index) if os.path.lexists(index) else None
@@ -106,7 +109,10 @@ def _lone_files(folder: Path) -> list[str]:
     """The files of a checkpoint without an index: model.safetensors or all of a set of shards."""
     present = sorted(file.name for file in folder.glob("model*.safetensors"))
     if not present:
-        raise CheckpointError(f"{folder} holds no model*.safetensors file")
+        raise CheckpointError(
+            f"{folder} holds no model*.safetensors file; give the folder of a model in MLX's"
+            " safetensors format (GGUF and PyTorch files are not read)"
+        )
     if present == ["model.safetensors"]:
         return present
     shards = [_SHARD.fullmatch(name) for name in present]

@@ -62,7 +62,7 @@ def storage_of(place: Path) -> Storage:
     if kind in MEMORY_FILE_SYSTEMS:
         return Storage("memory", f"the store lies on {kind}", there)
     if not hasattr(os, "O_DIRECT"):
-        return Storage("buffered", "this system has no direct ones")
+        return Storage("buffered", "this system has no direct ones", there)
     if not there:
         return _tried(_try_folder, existing)
     found = _tried(_try_file, existing)
@@ -150,12 +150,18 @@ def file_system(place: Path, root: Path = Path("/")) -> str | None:
 
 
 def _mounts(path: Path) -> Iterator[tuple[str, str]]:
-    try:
-        lines = path.read_text(errors="surrogateescape").splitlines()
-    except OSError:
-        return
-    for line in lines:
+    for line in lines_of(path):
         place, _, rest = line.partition(" - ")
         fields, kinds = place.split(" "), rest.split(" ")
         if len(fields) > 4:
             yield _ESCAPE.sub(lambda match: chr(int(match[1], 8)), fields[4]), kinds[0]
+
+
+def lines_of(path: Path) -> list[str]:
+    """The lines of a file of the kernel's, none where there is no such file. Names in it may hold
+    all that Python takes for the end of a line, but for the one that the kernel ends them with."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return []
+    return data.decode(errors="surrogateescape").removesuffix("\n").split("\n")

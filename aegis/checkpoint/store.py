@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import zlib
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ class Store:
         except FileNotFoundError:
             raise StoreError(f"{folder} is not a store: it has no {MANIFEST}") from None
         except FileDamageError as error:
-            raise StoreError(f"{folder / MANIFEST} {error}; convert the model again") from error
+            raise StoreError(error.about(folder / MANIFEST, "convert the model again")) from error
         store = cls(folder, decode(data, str(folder / MANIFEST)), verify_resident)
         if check_sizes:
             for file, size in store.file_sizes().items():
@@ -102,7 +103,7 @@ class Store:
         if experts == "3bit" and not self.has_3bit:
             raise StoreError(
                 f"{self.path} has no 3-bit experts; make them with"
-                f" 'aegis convert --experts 3bit {self.path}'"
+                f" 'aegis convert --experts 3bit {shlex.quote(str(self.path))}'"
             )
         return [expert_file(self.path, layer, experts) for layer in self.layout.moe_layers]
 
@@ -129,7 +130,7 @@ class Store:
         except FileNotFoundError:
             raise StoreError(f"{file} is missing; convert the model again") from None
         except FileDamageError as error:
-            raise StoreError(f"{file} {error}; convert the model again") from error
+            raise StoreError(error.about(file, "convert the model again")) from error
         if actual != expected:
             raise StoreError(
                 f"{file} has {actual} bytes, but the store says {expected}; convert the model again"

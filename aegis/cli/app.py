@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import importlib
 import os
 import sys
@@ -11,7 +11,9 @@ from collections.abc import Sequence
 import click
 
 from aegis.cli.signals import Ended, ending, ignore
-from aegis.errors import AegisError
+from aegis.cli.streams import forget, prepare_streams, tell
+from aegis.cli.wrong_usage import sentence
+from aegis.errors import BARE_SOURCES, AegisError
 
 INTERRUPTED = 130
 VERBS = ("run", "plan", "sweep", "convert", "verify", "doctor")
@@ -48,7 +50,7 @@ def group(ctx: click.Context) -> None:
     at every cap.
     """
     if ctx.invoked_subcommand is None:
-        click.echo(ctx.get_help(), err=True)
+        tell(ctx.get_help())
         ctx.exit(click.UsageError.exit_code)
 
 
@@ -60,29 +62,15 @@ def run_command(arguments: Sequence[str] | None = None) -> None:
     sys.exit(code)
 
 
-def prepare_streams() -> None:
-    """Make the standard streams ones that nothing said or read can break."""
-    for fd in (0, 1, 2):
-        try:
-            os.set_blocking(fd, True)  # A parent's pipe may not be: writing to it would lose text.
-        except OSError:
-            # Closed: the next file would get this number, and what is meant for people go into it.
-            os.open(os.devnull, os.O_RDWR)
-    ways = ((sys.stdin, "surrogateescape"), (sys.stdout, "replace"), (sys.stderr, "replace"))
-    for stream, errors in ways:
-        with contextlib.suppress(AttributeError):
-            stream.reconfigure(errors=errors)  # type: ignore[union-attr]
-
-
 def _flushed(code: int) -> int:
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
     except BrokenPipeError:
-        _forget_stdout()
+        forget(sys.stdout)
     except OSError as error:
-        _forget_stdout()
-        return _fail(_system_error(error), 1)
+        forget(sys.stdout)
+        return code or _fail(_system_error(error), 1)  # Or the failure has been told already.
     return code
 
 
@@ -98,8 +86,7 @@ def _guarded(arguments: Sequence[str] | None) -> int:
     except AegisError as error:
         return _fail(str(error), error.exit_code)
     except click.UsageError as error:
-        hint = f"; see {error.ctx.command_path} --help" if error.ctx else ""
-        return _fail(error.format_message().rstrip(".") + hint, error.exit_code)
+        return _fail(sentence(error), error.exit_code)
     except click.ClickException as error:
         return _fail(error.format_message(), error.exit_code)
     except Ended as ended:
@@ -107,7 +94,7 @@ def _guarded(arguments: Sequence[str] | None) -> int:
     except (KeyboardInterrupt, click.Abort):
         return INTERRUPTED
     except BrokenPipeError:
-        _forget_stdout()
+        forget(sys.stdout)
         return 0
     except MemoryError:
         return _fail("the system gave no more memory; use a smaller --cap or --ctx-size", 1)
@@ -124,6 +111,8 @@ def _unforeseen(error: Exception) -> str:
     if isinstance(error, ImportError):
         while isinstance(error.__cause__, Exception):
             error = error.__cause__
+        if getattr(error, "name", None) in ("aegis.planner", "aegis.tiers", "aegis.kernels"):
+            return BARE_SOURCES
         return (
             f"a library could not be loaded: {_one_line(error)}; give more address space"
             " (ulimit -v) or install aegis-moe again"
@@ -137,19 +126,14 @@ def _one_line(error: Exception) -> str:
 
 def _system_error(error: OSError) -> str:
     """What the system refused, and for which file where there is one."""
+    if error.errno == errno.ENOENT and error.filename is None:
+        return "the current folder was removed; change to one that is there"
     where = f"{error.filename}: " if error.filename else "reading or writing failed: "
     return f"{where}{error.strerror or error}"
 
 
-def _fail(sentence: str, code: int) -> int:
+def _fail(what: str, code: int) -> int:
     if (signalled := ending()) is not None:
         return signalled  # Not an error of its own: it came of the way out.
-    with contextlib.suppress(OSError):
-        click.echo(f"error: {sentence}", err=True)
+    tell(f"error: {what}")
     return code
-
-
-def _forget_stdout() -> None:
-    """The reader is gone: let the interpreter's last flush go nowhere instead of complaining."""
-    if sys.stdout is not None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -15,7 +15,7 @@ from aegis.cli.answer import answer_json, generate, make_sampler, open_engine
 from aegis.cli.conversation import Conversation
 from aegis.cli.options import Options
 from aegis.cli.report import check_cap, figures, note, note_ledger, note_plan
-from aegis.cli.signals import Ended, end
+from aegis.cli.signals import Ended, Heard, end
 from aegis.cli.source import readable
 from aegis.errors import ReadError, TokenizerError, UsageError
 
@@ -35,9 +35,9 @@ def chat(model: Path | None, cap_nbytes: int, options: Options) -> int:
     on_plan = None if options["quiet"] else note_plan
     with open_engine(model, cap_nbytes, options, on_plan) as engine:
         if not options["quiet"]:
-            note(engine.describe())
+            note(f"{engine.name}: {engine.describe()}")
             note(HELP)
-        with _CtrlC() as ctrl_c:
+        with Heard(), _CtrlC() as ctrl_c:
             _talk(engine, options, sampler, ctrl_c)
         if options["verbose"]:
             note_ledger(engine.ledger())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     type=click.Choice(["il16", "row"]),
     default="il16",
     show_default=True,
-    help="il16 for the CPU kernels, row for MLX.",
+    help="il16 for the CPU kernels; row for MLX, which this version cannot run yet.",
 )
 @json_option
 @quiet_option
@@ -76,7 +77,7 @@ def command(
             }
         )
     else:
-        click.echo(store.path)
+        click.echo(os.fsencode(store.path))  # Whatever the locale: a shell goes on with it.
     return 0
 
 

@@ -40,6 +40,12 @@ def _read_size(ctx: click.Context, param: click.Parameter, value: str | None) ->
         raise click.BadParameter(str(error), ctx, param) from None
 
 
+class _Whole(click.IntRange):
+    """Called what it is in messages."""
+
+    name = "whole number"
+
+
 def _all(options: Sequence[Callable[[F], F]]) -> Callable[[F], F]:
     def decorate(command: F) -> F:
         for option in reversed(options):
@@ -55,18 +61,19 @@ model_option = click.option(
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 quiet_option = click.option("-q", "--quiet", is_flag=True, help="Nothing on stderr but errors.")
 verbose_option = click.option(
-    "-v", "--verbose", is_flag=True, help="Also the backend, and the ledger: planned and measured."
+    "-v", "--verbose", is_flag=True, help="Also the ledger: planned and measured."
 )
+
+DEFAULT_CAP_HELP = "[default: the smaller of 4GiB and half of the free memory]"
+
+
+def cap_option(help: str) -> Callable[[F], F]:
+    """``--cap``, of which each verb takes something else."""
+    return click.option("--cap", callback=_read_caps, metavar="SIZE", help=help)
+
 
 engine_options = _all(
     [
-        click.option(
-            "--cap",
-            callback=_read_caps,
-            metavar="SIZE",
-            help="Memory cap, as 4GiB or 512MiB; a range LOW..HIGH[:STEP] sweeps. "
-            "[default: the smaller of 4GiB and half of the free memory]",
-        ),
         click.option(
             "--device-cap",
             callback=_read_size,
@@ -77,7 +84,7 @@ engine_options = _all(
         click.option(
             "-c",
             "--ctx-size",
-            type=click.IntRange(min=1),
+            type=_Whole(min=1),
             metavar="N",
             help=f"Context in tokens. [default: the smaller of {DEFAULT_CONTEXT} and the model's]",
         ),
@@ -132,27 +139,29 @@ engine_options = _all(
         ),
         click.option(
             "--guess-width",
-            type=click.IntRange(0, 16),
+            type=_Whole(0, 16),
             default=DEFAULT_GUESS_WIDTH,
             show_default=True,
+            metavar="N",
             help="Reads issued ahead per layer.",
         ),
         click.option(
             "--io-threads",
-            type=click.IntRange(1, 64),
+            type=_Whole(1, 64),
             default=DEFAULT_IO_THREADS,
             show_default=True,
+            metavar="N",
             help="Threads that read.",
         ),
         click.option(
             "--threads",
-            type=click.IntRange(min=1),
+            type=_Whole(min=1),
             metavar="N",
             help="Threads that compute. [default: one per core]",
         ),
         click.option(
             "--prefill-step-size",
-            type=click.IntRange(min=1),
+            type=_Whole(min=1),
             metavar="N",
             help="Prompt tokens computed at once. [default: what the plan allows]",
         ),
@@ -172,7 +181,7 @@ prompt_options = _all(
         click.option(
             "-n",
             "--max-tokens",
-            type=click.IntRange(min=0),
+            type=_Whole(min=0),
             default=DEFAULT_MAX_TOKENS,
             show_default=True,
             metavar="N",
@@ -180,9 +189,13 @@ prompt_options = _all(
         ),
         click.option("--temp", type=float, default=0.0, show_default=True, help="0 is greedy."),
         click.option("--top-p", type=float, default=1.0, show_default=True, help="1: off."),
-        click.option("--top-k", type=int, default=0, show_default=True, help="0: off."),
+        click.option(
+            "--top-k", type=int, default=0, show_default=True, metavar="N", help="0: off."
+        ),
         click.option("--min-p", type=float, default=0.0, show_default=True, help="0: off."),
-        click.option("--seed", type=int, help="Repeats the same sample. [default: drawn]"),
+        click.option(
+            "--seed", type=int, metavar="N", help="Repeats the same sample. [default: drawn]"
+        ),
         click.option(
             "--repeat-penalty", type=float, default=1.0, show_default=True, help="1: off."
         ),
@@ -193,6 +206,8 @@ prompt_options = _all(
         ),
         click.option("--raw", is_flag=True, help="Send the prompt without a chat template."),
         click.option("--ignore-eos", is_flag=True, help="Go on behind the end token."),
+        # For sweep: what it pipes to its runs is the prompt to the last line end.
+        click.option("--exact", is_flag=True, hidden=True),
     ]
 )
 

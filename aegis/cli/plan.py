@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from aegis.cli.options import (
+    DEFAULT_CAP_HELP,
     Options,
+    cap_option,
     choose_caps,
     engine_options,
     engine_settings,
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 @click.command("plan", short_help="Show the memory plan; nothing is converted or loaded.")
 @click.argument("positional", required=False, metavar="[MODEL]")
 @model_option
+@cap_option(f"Memory cap, as 4GiB or 512MiB. {DEFAULT_CAP_HELP}")
 @engine_options
 @json_option
 @quiet_option
@@ -38,11 +41,11 @@ def command(positional: str | None, **options: Any) -> int:
     """
     if positional is not None and options["model"] is not None:
         raise click.UsageError("MODEL is given twice: as an argument and with --model")
+    folder = model_folder(resolve_model(options["model"] if positional is None else positional))
     note_fallback(options)
     choice = choose_caps(options)
     if choice.note and not options["quiet"]:
         note(choice.note)
-    folder = model_folder(resolve_model(options["model"] if positional is None else positional))
     plan = plan_for(folder, choice.single, options)
     _show(plan, folder, options)
     if not plan.feasible:

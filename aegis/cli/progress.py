@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from aegis.cli.streams import tell
 from aegis.planner import format_size
 
 _WIDTH = 30
@@ -30,5 +31,4 @@ class ProgressBar:
         bar = "#" * filled + "-" * (_WIDTH - filled)
         end = "\n" if done >= total else ""
         sizes = f"{format_size(done)} of {format_size(total)}"
-        sys.stderr.write(f"\r{self._what} [{bar}] {percent:3d} %  {sizes:<24}{end}")
-        sys.stderr.flush()
+        tell(f"\r{self._what} [{bar}] {percent:3d} %  {sizes:<24}", end)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
+import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
+from aegis.cli.streams import tell
 from aegis.errors import CapExceededError
 from aegis.planner import format_size
 
@@ -21,7 +24,7 @@ SCHEMA_VERSION = 1
 
 def note(text: str) -> None:
     """One line on stderr."""
-    click.echo(text, err=True)
+    tell(text)
 
 
 def notes(lines: Iterable[str]) -> None:
@@ -66,10 +69,21 @@ def note_ledger(rows: Sequence[LedgerRow]) -> None:
 
 
 def print_json(value: Mapping[str, Any]) -> None:
-    """The one object of ``--json`` on stdout."""
+    """The one object of ``--json`` on stdout. JSON is UTF-8: where stdout has another encoding, or
+    a path is no text, it is written in ASCII, so that nothing is lost."""
     import json
 
-    click.echo(json.dumps(value, ensure_ascii=False))
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode("utf-8" if _is_utf8(sys.stdout) else "ascii")
+    except UnicodeEncodeError:
+        text = json.dumps(value)
+    click.echo(text)
+
+
+def _is_utf8(stream: TextIO | None) -> bool:
+    encoding = getattr(stream, "encoding", None)
+    return encoding is not None and codecs.lookup(encoding).name == "utf-8"
 
 
 def figures(result: Mapping[str, Any], cached_tokens: int = 0) -> str:

@@ -8,7 +8,9 @@ from typing import Any
 import click
 
 from aegis.cli.options import (
+    DEFAULT_CAP_HELP,
     Options,
+    cap_option,
     choose_caps,
     engine_options,
     json_option,
@@ -33,6 +35,7 @@ from aegis.cli.source import SAMPLE_PROMPT, Request, on_terminal, requested
 @click.argument("positionals", nargs=-1, metavar="[MODEL] [PROMPT]")
 @model_option
 @prompt_options
+@cap_option(f"Memory cap, as 4GiB or 512MiB; a range LOW..HIGH[:STEP] sweeps. {DEFAULT_CAP_HELP}")
 @engine_options
 @json_option
 @quiet_option
@@ -68,7 +71,9 @@ def _one_shot(request: Request, cap_nbytes: int, options: Options) -> int:
     sampler = make_sampler(options)
     with open_engine(request.model, cap_nbytes, options, None if quiet else note_plan) as engine:
         if not quiet:
-            note(engine.describe() + "\n")
+            note(f"{engine.name}: {engine.describe()}\n")
+            if request.prompt is None:
+                note(f"no prompt was given, so a sample is answered: {SAMPLE_PROMPT}\n")
         ids = prompt_ids(engine, request.prompt or SAMPLE_PROMPT, options)
         answer = generate(engine, ids, options, sampler, _ignore if as_json else _show)
         result = answer_json(engine, answer)

@@ -62,6 +62,52 @@ def ignore() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+class Heard:
+    """While it lasts, a signal is acted on although the main thread waits for a key.
+
+    A signal that falls between a prompt and the wait for a key is noted by the interpreter, but
+    nothing ends that wait: readline looks at what was noted only after it. So a thread, which is
+    told of every signal, interrupts the wait by one that means nothing."""
+
+    _NOTHING = signal.SIGURG
+    _PAUSES_S = (0.01, 0.1, 0.5)
+
+    def __enter__(self) -> Heard:
+        self._left = threading.Event()
+        self._usual = signal.signal(self._NOTHING, _nothing)
+        self._told, self._telling = os.pipe()
+        os.set_blocking(self._telling, False)
+        self._before = signal.set_wakeup_fd(self._telling, warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._nudge, daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:
+            # No more threads: then the next key must do.
+            self._left.set()
+        return self
+
+    def _nudge(self) -> None:
+        main = threading.main_thread().ident
+        while numbers := os.read(self._told, 64):
+            for pause in self._PAUSES_S if set(numbers) & set(_ENDING) else ():
+                if main is None or self._left.wait(pause):
+                    break
+                signal.pthread_kill(main, self._NOTHING)
+
+    def __exit__(self, *ending: object) -> None:
+        signal.set_wakeup_fd(self._before)
+        os.close(self._telling)
+        if not self._left.is_set():
+            self._left.set()
+            self._thread.join()
+        os.close(self._told)
+        signal.signal(self._NOTHING, self._usual)
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    """A handler, for a wait to be interrupted."""
+
+
 def _end_anyway(code: int) -> None:
     timer = threading.Timer(GRACE_S, os._exit, (code,))
     timer.daemon = True

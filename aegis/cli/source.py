@@ -47,10 +47,16 @@ def resolve_model(text: str | None) -> Path | None:
         return None
     if not text:
         raise UsageError("MODEL is empty; give the folder of a model or a store")
-    path = Path(text).expanduser()
-    if path.is_dir():
+    # Not Path's: it expands ./~ too, and raises where there is no such user or a name is too long.
+    path = Path(os.path.expanduser(text))
+    if os.path.isdir(path):
         return path
-    if path.exists():
+    if os.path.exists(path) and path.suffix.lower() == ".gguf":
+        raise UsageError(
+            f"{text} is a GGUF file, which aegis does not read; give the folder of a model in MLX's"
+            " safetensors format"
+        )
+    if os.path.exists(path):
         raise UsageError(f"{text} is a file; give the folder with config.json and its tensors")
     if text.startswith("synthetic:"):
         raise UsageError(
@@ -70,23 +76,30 @@ def resolve_request(
     prompt: str | None,
     prompt_file: str | None,
     context: int | None = None,
+    exact: bool = False,
 ) -> Request:
     """Sort MODEL and PROMPT out of positionals, options, a file and piped text.
 
     Text that no context of ``context`` tokens could hold is refused before it takes memory.
+    exact: piped text is the prompt as it is, ends of lines included.
     """
     left = list(positionals)
     if len(left) > 2:
         raise click.UsageError("too many arguments: at most MODEL and PROMPT (quote the prompt)")
     if model is None and left and (len(left) == 2 or names_model(left[0])):
         model = left.pop(0)
+        if left and model and not names_model(model):
+            raise UsageError(
+                f"there is no folder {model}; give the folder of a model or a store, and quote a"
+                " prompt of several words"
+            )
     if len(left) == 2:
         raise click.UsageError("MODEL is given twice: as an argument and with --model")
     if left and prompt is not None:
-        raise click.UsageError("PROMPT is given twice: as an argument and with --prompt")
+        raise click.UsageError("PROMPT is given twice: as an argument and with --prompt (quote it)")
     limit_nbytes = (context or DEFAULT_CONTEXT) * LONGEST_TOKEN_NBYTES
     asked = [prompt, readable(left[0]) if left else None, _file_text(prompt_file, limit_nbytes)]
-    given = [part for part in (*asked, _piped_text(limit_nbytes)) if part]
+    given = [part for part in (*asked, _piped_text(limit_nbytes, exact)) if part]
     if not given and any(part is not None for part in asked):
         raise UsageError("the prompt is empty; give some text, or no prompt at all for a sample")
     return Request(resolve_model(model), "\n".join(given) if given else None)
@@ -98,12 +111,14 @@ def requested(positionals: Sequence[str], options: Options) -> Request:
     for name in ("prompt", "system_prompt"):
         if options[name] is not None:
             options[name] = readable(options[name])
+    options["stop"] = tuple(map(readable, options["stop"]))
     return resolve_request(
         positionals,
         options["model"],
         options["prompt"],
         options["prompt_file"],
         options["ctx_size"],
+        options["exact"],
     )
 
 
@@ -153,7 +168,7 @@ def _file_text(path: str | None, limit_nbytes: int) -> str | None:
         raise UsageError(f"the prompt file {path} cannot be read as UTF-8 text: {error}") from None
 
 
-def _piped_text(limit_nbytes: int) -> str | None:
+def _piped_text(limit_nbytes: int, exact: bool = False) -> str | None:
     """Text from a pipe or a redirected file; a terminal and /dev/null have none."""
     if sys.stdin is None or _is_terminal(sys.stdin):
         return None
@@ -163,7 +178,8 @@ def _piped_text(limit_nbytes: int) -> str | None:
         mode = stat.S_IFIFO
     if stat.S_ISCHR(mode):
         return None
-    return _text(_limited(sys.stdin.buffer, limit_nbytes), "replace")
+    data = _limited(sys.stdin.buffer, limit_nbytes)
+    return data.decode() if exact else _text(data, "replace")
 
 
 def _text(data: bytes, errors: str) -> str:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import click
 from aegis.cli.machine import read_machine
 from aegis.cli.options import (
     Options,
+    cap_option,
     engine_options,
     json_option,
     model_option,
@@ -50,6 +52,7 @@ _COPIED = (
 @click.argument("positionals", nargs=-1, metavar="[MODEL] [PROMPT]")
 @model_option
 @prompt_options
+@cap_option("Caps, as LOW..HIGH[:STEP], or one. [default: six, chosen as said above; STEP 1GiB]")
 @engine_options
 @json_option
 @quiet_option
@@ -120,23 +123,42 @@ def _rows(
 
 def _run(request: Request, cap: int, options: Options) -> dict[str, Any]:
     """One ``aegis run --json`` in a fresh process; its failure is ours."""
-    arguments = ["run", "--json", "--quiet", "--cap", f"{cap}B", *_passed_on(options)]
+    arguments = ["run", "--json", "--quiet", "--exact", "--cap", f"{cap}B", *_passed_on(options)]
     if request.model is not None:
-        arguments += ["--model", str(request.model)]
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "aegis", *arguments],
-            input=(request.prompt or SAMPLE_PROMPT).encode(),
-            capture_output=True,
-            env={**os.environ, "PYTHONSAFEPATH": "1"},
-            check=False,
-        )
-    except OSError as error:
-        raise AegisError(f"no process can be started for a run: {error.strerror}") from error
+        arguments += ["--model", str(request.model.absolute())]
+    # As bytes: text that was read as UTF-8 is no text of every locale.
+    given = [text.encode("utf-8", "surrogateescape") for text in arguments]
+    done = _ended(
+        [sys.executable, "-m", "aegis", *given], (request.prompt or SAMPLE_PROMPT).encode()
+    )
     if done.returncode:
         raise _failure(done, cap)
     result: dict[str, Any] = json.loads(done.stdout)
     return result
+
+
+def _ended(command: list[str | bytes], piped: bytes) -> subprocess.CompletedProcess[bytes]:
+    """Run a process to its end; it ends with us."""
+    from aegis.doctor.shelter import deferred_signals
+
+    with ExitStack() as stack:
+        # A signal between the birth of the process and knowing it would leave it alone.
+        with deferred_signals():
+            try:
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    env={**os.environ, "PYTHONSAFEPATH": "1"},
+                )
+            except OSError as error:
+                what = "no process can be started for a run"
+                raise AegisError(f"{what}: {error.strerror}") from error
+            stack.enter_context(process)
+            stack.callback(process.kill)
+        stdout, stderr = process.communicate(piped)
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
 def _failure(done: subprocess.CompletedProcess[bytes], cap: int) -> AegisError:
@@ -149,7 +171,7 @@ def _failure(done: subprocess.CompletedProcess[bytes], cap: int) -> AegisError:
     return error
 
 
-_NOT_PASSED = {"model", "prompt", "prompt_file", "cap", "as_json", "quiet", "verbose"}
+_NOT_PASSED = {"model", "prompt", "prompt_file", "exact", "cap", "as_json", "quiet", "verbose"}
 
 
 def _passed_on(options: Options) -> list[str]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from aegis.checkpoint.fileio import sync_folder
 from aegis.errors import StoreError
 
-_PARTIAL = re.compile(r"\.(.+)\.partial-\d+-[0-9a-f]{8}")
+_PARTIAL = re.compile(r"\.(.+)\.partial-\d+-[0-9a-f]{8}", re.DOTALL)
 ELSEWHERE = "set AEGIS_CACHE to a folder on another disk"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
@@ -212,6 +212,10 @@ def _sentence(error: OSError, folder: Path, hint: str) -> str:
         return f"your quota on the disk of {folder} is used up; make room or {hint}"
     if error.errno == errno.EFBIG:
         return f"{folder} takes no file so large; raise the limit (ulimit -f) or {hint}"
+    if error.errno == errno.ENAMETOOLONG:
+        return f"{folder} takes no name so long; choose a shorter one"
+    if error.errno == errno.ENOMEM:
+        return "the system gave no memory to convert with; stop other programs or raise ulimit -v"
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return "too many files are open; close some or raise the limit (ulimit -n)"
     return f"writing to {folder} failed: {error.strerror or error}"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,9 +21,19 @@ if TYPE_CHECKING:
     from aegis.convert.convert import Progress
 
 _VERSION = r"-v\d+-[0-9a-f]{12}"
-_REMAINS = re.compile(rf"\.(.+{_VERSION})\.(?:lock|partial-.+)")
+_REMAINS = re.compile(rf"\.(.+{_VERSION})\.(?:lock|partial-.+)", re.DOTALL)
+_LONGEST_NAME = 150
+"""Bytes of a model's name in a store's: with all that is put around it, file systems take it."""
 
-__all__ = ["cache_folder", "cached_store_path", "embedded_path", "ensure_store", "older_stores"]
+__all__ = [
+    "cache_folder",
+    "cached_store_path",
+    "embedded_path",
+    "ensure_store",
+    "older_stores",
+    "open_store",
+    "refuse_without_3bit",
+]
 
 
 def cache_folder() -> Path:
@@ -65,7 +77,43 @@ def cached_store_path(path: str | os.PathLike[str], layout: Layout = "il16") -> 
     """
     checkpoint = Checkpoint.open(path)
     name = model_name(checkpoint.path)
+    while len(os.fsencode(name)) > _LONGEST_NAME:
+        name = name[:-1]
     return cache_folder() / f"{name}-{layout}-v{FORMAT_VERSION}-{identity_of(checkpoint)[:12]}"
+
+
+def open_store(path: str | os.PathLike[str], layout: Layout) -> Store:
+    """The store in a folder.
+
+    Raises:
+        StoreError: it is damaged or has another layout.
+    """
+    store = Store.open(path)
+    if store.layout.layout != layout:
+        raise StoreError(
+            f"{path} has layout {store.layout.layout}, but {layout} is needed; convert the"
+            f" checkpoint with --layout {layout}"
+        )
+    return store
+
+
+def refuse_without_3bit(path: str | os.PathLike[str], layout: Layout) -> None:
+    """Before anything is converted, which may take minutes and would not make them.
+
+    Raises:
+        StoreError: the store of ``path``, made already or not, has no 3-bit experts.
+    """
+    if is_store(path):
+        Store.open(path).expert_paths("3bit")
+        return
+    with contextlib.suppress(StoreError):  # Not there, or damaged: it will be made, without them.
+        if Store.open(cached_store_path(path, layout)).has_3bit:
+            return
+    folder = os.fspath(path)
+    raise StoreError(
+        f"{folder} has no 3-bit experts yet; make them with 'aegis convert --experts 3bit"
+        f" {shlex.quote(folder)}'"
+    )
 
 
 def ensure_store(
@@ -82,13 +130,7 @@ def ensure_store(
         StoreError: the store is damaged or has another layout, or the cache cannot be written.
     """
     if is_store(path):
-        store = Store.open(path)
-        if store.layout.layout != layout:
-            raise StoreError(
-                f"{path} has layout {store.layout.layout}, but {layout} is needed; convert the"
-                f" checkpoint with --layout {layout}"
-            )
-        return store
+        return open_store(path, layout)
     target = cached_store_path(path, layout)
     try:
         store = Store.open(target)

@@ -106,6 +106,11 @@ def _is_damage(error: StoreError) -> bool:
 
 def _existing(target: Path, layout: Layout, identity: str, replace_damaged: bool) -> Store | None:
     """The store that is already there, if it is the one wanted; None: it has to be made."""
+    if target.is_symlink() and not is_store(target) and not replace_damaged:
+        raise StoreError(
+            f"{target} is a symbolic link, which a store cannot take the place of; name the folder"
+            " that it points to"
+        )
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return None
     if not is_store(target):

@@ -42,7 +42,7 @@ def add_3bit(path: str | Path, progress: Callable[[int, int], None] | None = Non
         StoreError: the store is damaged, has no 4-bit experts, or cannot be written.
     """
     folder = Path(path).absolute()
-    prepare_parent(folder)
+    prepare_parent(folder, "they are added to the store itself, so make that possible")
     with disk_errors(folder), locked(folder):
         store = Store.open(folder)
         if not store.has_3bit:

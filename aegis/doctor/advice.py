@@ -8,7 +8,7 @@ from typing import Literal
 
 from aegis.doctor.cache import NETWORK_FILE_SYSTEMS
 from aegis.doctor.facts import SHORT_CONTEXT, EmbeddedModel, Facts
-from aegis.planner import format_size
+from aegis.planner import format_least, format_size
 
 GIB = 1 << 30
 SLOW_NBYTES_PER_S = 1 * GIB
@@ -70,13 +70,13 @@ def _memory(facts: Facts) -> Iterator[Problem]:
 
 
 def _small_caps(cap: int, default: int, model: EmbeddedModel) -> Iterator[Problem]:
-    needed = format_size(model.min_cap_nbytes)
+    needed = format_least(model.min_cap_nbytes)
     if cap < model.short_min_cap_nbytes:
         yield Problem(
             "little_memory",
             "problem",
             f"a sensible cap is {format_size(cap)}, but the embedded model opens from"
-            f" {format_size(model.short_min_cap_nbytes)} with -c {SHORT_CONTEXT}",
+            f" {format_least(model.short_min_cap_nbytes)} with -c {SHORT_CONTEXT}",
             "end other programs or raise the container's limit",
         )
     elif cap < model.min_cap_nbytes:

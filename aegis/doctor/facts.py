@@ -33,7 +33,7 @@ LEAST_MARGIN_NBYTES = 16 * MIB
 MARGIN_SHARE = 8
 _COMPILERS = ("c++", "g++", "clang++")
 _INSTALL = {
-    "native": "a C++17 compiler (g++ or clang++), then aegis-moe again: "
+    "native": "a C++17 compiler (g++ or clang++) and Python's headers, then aegis-moe again: "
     "pip install --force-reinstall --no-cache-dir --no-deps, from where it was installed",
 }
 """What to install for a backend that cannot run; nothing helps those that are not named."""
@@ -141,7 +141,7 @@ def embedded_model(backend: str = "auto") -> EmbeddedModel:
     Raises:
         CheckpointError, BackendError: it is damaged, or the backend cannot run here.
     """
-    path, name = embedded_path(), choose_backend(backend)
+    path, name = embedded_path(), choose_backend(backend, checked=False)
     layout = store_layout(path, name)
     request = resolve(path, layout, Settings(cap_nbytes=1, backend=name), name)
     short = replace(request, context=min(SHORT_CONTEXT, request.context))

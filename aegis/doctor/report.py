@@ -8,7 +8,7 @@ from typing import Any
 from aegis.doctor.advice import Problem
 from aegis.doctor.cache import CacheFolder
 from aegis.doctor.facts import LEAST_MARGIN_NBYTES, MARGIN_SHARE, SHORT_CONTEXT, Facts
-from aegis.planner import format_size
+from aegis.planner import format_least, format_size
 
 _INDENT = 14
 
@@ -123,10 +123,10 @@ def _cap(facts: Facts) -> Iterator[str]:
         yield f"without --cap a run takes {_size(facts.default_cap_nbytes)}"
     if (model := facts.model) is not None:
         yield (
-            f"{model.name} opens from {format_size(model.min_cap_nbytes)} and stays in memory"
-            f" whole from {format_size(model.everything_nbytes)} (context {model.context})"
+            f"{model.name} opens from {format_least(model.min_cap_nbytes)} and stays in memory"
+            f" whole from {format_least(model.everything_nbytes)} (context {model.context})"
         )
-        yield f"with -c {SHORT_CONTEXT} it opens from {format_size(model.short_min_cap_nbytes)}"
+        yield f"with -c {SHORT_CONTEXT} it opens from {format_least(model.short_min_cap_nbytes)}"
 
 
 def _within(facts: Facts) -> str:

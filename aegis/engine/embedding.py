@@ -23,13 +23,24 @@ _ALIGN = 4096
 class DiskEmbedding:
     """Reads rows past the page cache into a fixed buffer, one piece per token of a chunk."""
 
-    def __init__(self, store: Store, embedding: EmbeddingBlock, buffer: NDArray[np.uint8]) -> None:
-        """buffer: page-aligned, (row_nbytes rounded up to 4096, plus 4096) per row of a chunk."""
+    def __init__(
+        self,
+        store: Store,
+        embedding: EmbeddingBlock,
+        buffer: NDArray[np.uint8],
+        direct: bool = True,
+    ) -> None:
+        """buffer: page-aligned, (row_nbytes rounded up to 4096, plus 4096) per row of a chunk.
+        direct: past the page cache, where the file system takes the flag."""
         self._embedding, self._offset = embedding, store.layout.embedding.offset
         self._file = store.resident_path
         self._piece = align_up(embedding.row_nbytes, _ALIGN) + _ALIGN
         self._buffer = buffer
         self._fd, self._direct = open_uncached(self._file, os.O_RDONLY)
+        if self._direct and not direct:
+            # Some take the flag and refuse the read.
+            leave_direct(self._fd)
+            self._direct = False
         expect_random_reads(self._fd)
         self._file_nbytes = os.fstat(self._fd).st_size
 

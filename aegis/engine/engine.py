@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from aegis.engine.logits_room import LogitsRoom
 from aegis.engine.lookahead import Lookahead
 from aegis.engine.opening import Opened, open_model
 from aegis.engine.planning import settings_for
-from aegis.engine.token_ids import refuse_bytes, token_array, whole
+from aegis.engine.token_ids import refuse_no_ids, token_array, whole
 from aegis.engine.turn import Turn, in_turn
 from aegis.errors import AegisError, UsageError
 from aegis.planner import format_size
@@ -44,7 +45,8 @@ class Engine:
     """A model that is open: computes logits, likelihoods and tokens inside its memory plan.
 
     One sequence at a time: several threads may use it, each call waits for the one before. Close
-    it, or use it as a context manager. After a failed or interrupted call it is as it was before.
+    it, or use it as a context manager; one that is dropped is closed. After a failed or interrupted
+    call it is as it was before.
     """
 
     def __init__(self, opened: Opened) -> None:
@@ -59,6 +61,9 @@ class Engine:
         """Hold it to make several calls one, as far as other threads can tell."""
         self._room = LogitsRoom(opened)
         self._look = Lookahead(opened.forward, queue)
+        # One that is dropped closes itself. Not when the interpreter ends: all ends then.
+        self._dropped = weakref.finalize(self, _close, opened, self.turn)
+        self._dropped.atexit = False
 
     @classmethod
     def open(
@@ -88,6 +93,12 @@ class Engine:
         """
         return cls(open_model(path, settings_for(cap, options), progress, on_plan))
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(
+            "an Engine holds memory, threads and open files, so that it cannot be copied or"
+            " pickled; open the model again where it is needed"
+        )
+
     def __enter__(self) -> Engine:
         return self
 
@@ -100,16 +111,25 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Stop reading, stop computing and give all memory back."""
+        """Stop reading, stop computing and give all memory back.
+
+        Out of a signal's handler that interrupts a call: when that call has ended.
+        """
         if self._closed:
             return
         if not self.turn.here:
             self._closed = True
+            self._dropped.detach()
             self._opened.close_in_child()
             return
-        with self.turn:
-            if not self._closed:
-                self._closed = True
+        with self.turn.lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._dropped.detach()
+            if self.turn.under_way:
+                self.turn.afterwards(self._opened.close)
+            else:
                 self._opened.close()
 
     @property
@@ -155,8 +175,9 @@ class Engine:
     @property
     def stats(self) -> TierStats:
         """Hits, misses, late and wasted guesses, bytes read and waits, per layer and phase."""
-        if self._opened.forward.has_uncounted:
-            with self.turn:
+        with self.turn.lock:
+            # Out of a signal's handler that interrupts a call: what that call has counted so far.
+            if self._opened.forward.has_uncounted and not self.turn.under_way:
                 self._opened.forward.count()
         return self._opened.tiers.stats
 
@@ -181,10 +202,16 @@ class Engine:
     def feed(self, ids: Sequence[int]) -> Any:
         """Compute ``ids`` and return the last token's hidden state, reusing a cached prefix.
 
-        The last token is always computed, so that there is a state to return.
+        The last token is always computed, so that there is a state to return; it is valid until
+        the next call.
         """
+        return self._feed(ids)
+
+    def _feed(self, ids: Sequence[int]) -> Any:
+        self._check_open()
+        refuse_no_ids(ids)
         if 1 < len(ids) == len(self._cached) + 1 and self._cached == token_array(ids[:-1]):
-            return self.feed_token(ids[-1])
+            return self._feed_token(ids[-1])
         ids = self._check(ids)
         start = len(ids) - self.uncached(ids)
         hidden = [chunk[-1:] for chunk, _ in self._hidden(ids, start)]
@@ -194,6 +221,9 @@ class Engine:
     def feed_token(self, token: int) -> Any:
         """Compute one more token behind everything cached; its hidden state [1, H]."""
         self._check_open()
+        return self._feed_token(token)
+
+    def _feed_token(self, token: int) -> Any:
         token = self._checked_token(token)
         if len(self._cached) >= self.context:
             raise UsageError(f"the context of {self.context} tokens is full; open a longer one")
@@ -210,19 +240,23 @@ class Engine:
         more: another is likely to be asked for behind it. Where the backend queues and the choice
         is greedy, that one is computed while the caller looks at this one.
         """
-        hidden = self.feed(ids)
+        hidden = self._feed(ids)
         if self._look.can_choose and sampler.is_greedy:
             position = len(self._cached)
             begin = position if more and position < self.context else None
             token = int(self._guarded(self._look.choose, hidden, begin))
             if token >= 0:
                 return token
-        return sampler.sample(self.logits(hidden)[0], ids)
+        return sampler.sample(self._logits(hidden)[0], ids)
 
     @in_turn
     def logits(self, hidden: Any) -> NDArray[np.float32]:
         """Logits of hidden states [T, H], T <= LOGIT_ROWS; valid until the next call."""
         self._check_open()
+        return self._logits(hidden)
+
+    @np.errstate(all="ignore")
+    def _logits(self, hidden: Any) -> NDArray[np.float32]:
         return self._opened.decoder.head(hidden)
 
     @in_turn
@@ -274,9 +308,9 @@ class Engine:
             sampler: takes the place of all of these.
         """
         from aegis.engine.generate import stream
-        from aegis.engine.sampling import Sampler
+        from aegis.engine.sampling import choose_sampler
 
-        sampler = sampler or Sampler(temperature=temperature, **sampling)
+        sampler = choose_sampler(sampler, {"temperature": temperature, **sampling})
         for step in stream(self, ids, max_tokens, sampler, ignore_eos=ignore_eos):
             if step.token is not None:
                 yield step.token
@@ -284,11 +318,11 @@ class Engine:
     def _check(self, ids: Sequence[int]) -> list[int]:
         """The ids as whole numbers that the vocabulary and the context have room for."""
         self._check_open()
+        refuse_no_ids(ids)
         if not len(ids):
             raise UsageError("there are no tokens to compute; give at least one")
         if len(ids) > self.context:
             raise self.too_long(len(ids))
-        refuse_bytes(ids)
         return [self._checked_token(token) for token in ids]
 
     def too_long(self, tokens: int, about: bool = False) -> UsageError:
@@ -359,7 +393,7 @@ class Engine:
         del self._cached[start:]
         step, tiers = self.plan.prefill_step, self._opened.tiers
         if len(ids) - start == 1:
-            yield self.feed_token(ids[start]), start
+            yield self._feed_token(ids[start]), start
             return
         self._guarded(tiers.begin_prefill)
         try:
@@ -375,7 +409,7 @@ class Engine:
     def _chunk(self, ids: list[int], begin: int) -> Any:
         """Hidden states [T, H] of one chunk."""
         if len(ids) == 1:
-            return self.feed_token(ids[0])
+            return self._feed_token(ids[0])
         hidden = self._guarded(self._opened.forward.prefill, ids, begin)
         self._cached.extend(ids)
         return hidden
@@ -389,7 +423,8 @@ class Engine:
         try:
             if self._unsound:
                 self._recover()
-            return compute(*args)
+            with np.errstate(all="ignore"):  # Whatever the caller's program has set.
+                return compute(*args)
         except TiersError as error:
             raise self._opened.read_error(error) from error
         except AegisError:
@@ -410,9 +445,14 @@ class Engine:
         from aegis.settings import LOGIT_ROWS
 
         for row in range(first, len(hidden), LOGIT_ROWS):
-            yield row, self.logits(hidden[row : row + LOGIT_ROWS])
+            yield row, self._logits(hidden[row : row + LOGIT_ROWS])
 
 
+def _close(opened: Opened, turn: Turn) -> None:
+    (opened.close if turn.here else opened.close_in_child)()
+
+
+@np.errstate(all="ignore")
 def _nll(logits: NDArray[np.float32], token: int) -> float:
     """-ln softmax(logits)[token], summed in float64."""
     peak = float(logits.max())

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from aegis.engine.token_ids import token_array, whole
+from aegis.engine.token_ids import refuse_no_ids, token_array, whole
 from aegis.errors import UsageError
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def stream(
     max_tokens = whole(max_tokens, "max_tokens")
     if max_tokens < 0:
         raise UsageError(f"max_tokens is {max_tokens}; it cannot be negative")
+    refuse_no_ids(ids)
     if len(ids) > engine.context:
         raise engine.too_long(len(ids))
     end_tokens = frozenset() if ignore_eos else engine.tokenizer.eos_token_ids

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import monotonic
@@ -24,7 +25,8 @@ from aegis.planner import format_size
 from aegis.settings import MIB
 from aegis.tiers.errors import ArenaError
 
-if TYPE_CHECKING:
+# Only names for types: with or without them the module does the same.
+if TYPE_CHECKING:  # mutate: equivalent
     from aegis.kernels.base import OwnMemory
     from aegis.tiers.arena import Arena
     from aegis.tiers.facade import ExpertTiers
@@ -46,7 +48,9 @@ _LIMITS_S = 1.0
 
 _STATM = Path("/proc/self/statm")
 _PAGE_NBYTES = os.sysconf("SC_PAGE_SIZE")
-_STAT_NBYTES = 16 << 10
+# Several times what there is to read: a number or seven, and some fifty lines.
+_NUMBERS_NBYTES = 128  # mutate: equivalent
+_STAT_NBYTES = 16 << 10  # mutate: equivalent
 
 
 class Gauge(Protocol):
@@ -65,15 +69,16 @@ class Gauge(Protocol):
 class ProcessGauge:
     """The cap against this process's resident size."""
 
-    _all: ClassVar[list[ProcessGauge]] = []
-    """Those of every engine that is open in this process: together they may take the sum."""
+    _all: ClassVar[list[weakref.ref[ProcessGauge]]] = []
+    """Those of every engine that is open in this process: together they may take the sum. One whose
+    opening was interrupted, or that was dropped, is not kept alive, nor its memory."""
 
     def __init__(
         self,
         cap_nbytes: int,
         arena: Arena,
-        runtime: tuple[int, int] = (0, 0),
-        elsewhere_nbytes: int = 0,
+        runtime: tuple[int, int],
+        elsewhere_nbytes: int,
         memory: OwnMemory | None = None,
         device_nbytes: int | None = 0,
     ) -> None:
@@ -86,15 +91,23 @@ class ProcessGauge:
         self._device_nbytes = device_nbytes
         self._cap_nbytes, self._arena, self._elsewhere_nbytes = cap_nbytes, arena, elsewhere_nbytes
         self._memory = memory
-        held = sum(gauge._held_nbytes() for gauge in self._all)
+        held = sum(other._held_nbytes() for other in self._living())
         self._before_nbytes = max(0, measured - held - planned)
         self._fd = _open(_STATM)
-        self._all.append(self)
+        self._process = os.getpid()
+        self._self = weakref.ref(self, _forgotten)
+        self._all.append(self._self)
+
+    @classmethod
+    def _living(cls) -> list[ProcessGauge]:
+        """Not those that a forked child finds: the memory that they speak of is its parent's."""
+        here, found = os.getpid(), [ref() for ref in list(cls._all)]
+        return [gauge for gauge in found if gauge is not None and gauge._process == here]
 
     @property
     def allowed_nbytes(self) -> int:
         """How large this process may be."""
-        return self._before_nbytes + sum(gauge._cap_nbytes for gauge in self._all)
+        return self._before_nbytes + sum(gauge._cap_nbytes for gauge in self._living())
 
     def _held_nbytes(self) -> int:
         """What was allocated for this engine's model."""
@@ -117,7 +130,7 @@ class ProcessGauge:
         """Resident size, and the part of it that lies in files."""
         if self._fd is None:
             return memory.resident_nbytes(), 0
-        _, resident, shared = os.pread(self._fd, 64, 0).split(b" ", 3)[:3]
+        _, resident, shared = os.pread(self._fd, _NUMBERS_NBYTES, 0).split()[:3]
         return int(resident) * _PAGE_NBYTES, int(shared) * _PAGE_NBYTES
 
     def room(self) -> int:
@@ -136,20 +149,26 @@ class ProcessGauge:
 
     def close(self) -> None:
         """No longer part of the sum."""
-        self._all.remove(self)
+        self._all.remove(self._self)
         _close(self._fd)
+
+
+def _forgotten(gone: weakref.ref[ProcessGauge]) -> None:
+    with contextlib.suppress(ValueError):  # it was closed before
+        ProcessGauge._all.remove(gone)
 
 
 class DeviceGauge:
     """A cap of its own against what this process has in a device's memory."""
 
-    _all: ClassVar[list[DeviceGauge]] = []
-    """Those of every engine that is open in this process: together they may take the sum."""
+    _all: ClassVar[weakref.WeakSet[DeviceGauge]] = weakref.WeakSet()
+    """Those of every engine that is open in this process: together they may take the sum. One whose
+    opening was interrupted, or that was dropped, is not kept alive."""
 
     def __init__(self, cap_nbytes: int, runtime_nbytes: int, memory: OwnMemory) -> None:
         """runtime_nbytes: what the device's libraries take, once for all engines."""
         self._cap_nbytes, self._runtime_nbytes, self._memory = cap_nbytes, runtime_nbytes, memory
-        self._all.append(self)
+        self._all.add(self)
 
     def taken(self) -> int:
         """Bytes in the device's memory."""
@@ -157,7 +176,7 @@ class DeviceGauge:
 
     def room(self) -> int:
         """Bytes until the cap."""
-        return sum(gauge._cap_nbytes for gauge in self._all) - self.taken()
+        return sum(gauge._cap_nbytes for gauge in list(self._all)) - self.taken()
 
     def exceeded(self) -> str:
         """The process against the device's cap."""
@@ -168,7 +187,7 @@ class DeviceGauge:
 
     def close(self) -> None:
         """No longer part of the sum."""
-        self._all.remove(self)
+        self._all.discard(self)
 
 
 class GroupGauge:
@@ -176,13 +195,13 @@ class GroupGauge:
 
     def __init__(self, group: MemoryGroup) -> None:
         self._group = group
-        self._usage = os.open(group.usage_path, os.O_RDONLY | os.O_CLOEXEC)
+        self._usage = os.open(group.usage_path, os.O_RDONLY)
         self._stat = _open(group.folder / "memory.stat")
 
     def taken(self) -> int:
         """Bytes charged now; none once the process was moved and the group is gone."""
         with contextlib.suppress(OSError, ValueError):
-            return int(os.pread(self._usage, 64, 0))
+            return int(os.pread(self._usage, _NUMBERS_NBYTES, 0))
         return 0
 
     def room(self) -> int:
@@ -258,10 +277,12 @@ class Governor:
         groups = self._limits().groups
         limited = [(group.source, group.limit) for group in groups]
         if limited != self._limited:
-            for gauge in self._gauges[len(self._own) :]:
-                gauge.close()
-            self._limited = limited
+            # In this order: Ctrl-C in between must not leave gauges whose files are closed.
+            outdated = self._gauges[len(self._own) :]
             self._gauges = [*self._own, *group_gauges(groups)]
+            self._limited = limited
+            for gauge in outdated:
+                gauge.close()
 
     def watch(self) -> None:
         """Called between layers: mostly a comparison with the clock.
@@ -308,7 +329,7 @@ class Governor:
         heap.trim()
         # Where another process is quicker there is no memory, and everything stays as it was.
         with contextlib.suppress(ArenaError):
-            self._tiers.retake_nbytes(max(0, self.room() - SPARE_NBYTES))
+            self._tiers.retake_nbytes(self.room() - SPARE_NBYTES)
 
     def close(self) -> None:
         """Close the gauges' files."""
@@ -318,7 +339,7 @@ class Governor:
 
 def _open(path: Path) -> int | None:
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return os.open(path, os.O_RDONLY)
     except OSError:
         return None
 

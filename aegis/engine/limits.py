@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from aegis.checkpoint.storage import lines_of
+
 UNLIMITED = 1 << 60
 """Limits from here on mean "none": version 1 writes 2^63 rounded down to a page."""
 
@@ -140,7 +142,7 @@ def _limited_groups(root: Path) -> Iterator[MemoryGroup]:
 def _own_groups(root: Path) -> Iterator[tuple[int, Path, Path]]:
     """(version, where the hierarchy is mounted, this process's group in it)."""
     mounts = _mounts(root)
-    for line in _lines(root / "proc/self/cgroup"):
+    for line in lines_of(root / "proc/self/cgroup"):
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if "memory" in controllers.split(","):
@@ -169,7 +171,7 @@ def _inside(top: str, base: Path, path: str) -> Path:
 def _mounts(root: Path) -> dict[int, list[tuple[str, Path]]]:
     """cgroup version to (which subtree is mounted, where); only version 1's memory controller."""
     found: dict[int, list[tuple[str, Path]]] = {}
-    for line in _lines(root / "proc/self/mountinfo"):
+    for line in lines_of(root / "proc/self/mountinfo"):
         place, _, kind = line.partition(" - ")
         fields, kinds = place.split(" "), kind.split(" ")
         if len(fields) < 5 or len(kinds) < 3:
@@ -183,13 +185,6 @@ def _mounts(root: Path) -> dict[int, list[tuple[str, Path]]]:
         top, where = (_ESCAPE.sub(lambda m: chr(int(m[1], 8)), text) for text in fields[3:5])
         found.setdefault(version, []).append((top, root / where.lstrip("/")))
     return found
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(errors="surrogateescape").splitlines()
-    except OSError:
-        return []
 
 
 def _read_group(version: int, folder: Path) -> MemoryGroup | None:
@@ -216,7 +211,7 @@ def _limit(folder: Path, name: str) -> int | None:
 
 def _number(path: Path) -> int | None:
     """The number in a file; None for ``max``, for anything else and where there is no file."""
-    text = "".join(_lines(path)[:1]).strip()
+    text = "".join(lines_of(path)[:1]).strip()
     return int(text) if text.isascii() and text.isdigit() else None
 
 
@@ -225,6 +220,6 @@ def _stat(path: Path) -> Mapping[str, int]:
 
 
 def _pairs(path: Path) -> Iterator[tuple[str, str]]:
-    for line in _lines(path):
+    for line in lines_of(path):
         name, _, value = line.partition(" ")
         yield name, value.strip()

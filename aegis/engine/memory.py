@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -15,13 +16,14 @@ _STATUS = Path("/proc/self/status")
 
 
 def _status_nbytes(field: str) -> int | None:
-    """A kB field of /proc/self/status, or None where there is none."""
+    """A kB field of /proc/self/status, or None where there is none.
+
+    As bytes: the first line is the process's name, which may end in the middle of a character."""
     try:
-        lines = _STATUS.read_text().splitlines()
+        found = re.search(rb"(?m)^%b:\s+(\d+) kB$" % field.encode(), _STATUS.read_bytes())
     except OSError:
         return None
-    values = {name: value for name, _, value in (line.partition(":") for line in lines)}
-    return int(values[field].split()[0]) * 1024
+    return int(found[1]) * 1024 if found else None
 
 
 def resident_nbytes() -> int:
@@ -51,9 +53,9 @@ def _loaded_files() -> set[str]:
     """Shared libraries and Python files that importing has pulled into the page cache."""
     files: set[str] = set()
     with contextlib.suppress(OSError):
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            _, slash, rest = line.partition("/")
-            files.add(slash + rest)
+        for line in Path("/proc/self/maps").read_bytes().split(b"\n"):
+            _, slash, rest = line.partition(b"/")
+            files.add(os.fsdecode(slash + rest))  # Whatever the caller's program has mapped.
     for module in list(sys.modules.values()):
         # What stands in sys.modules need be no module: some answer every name, with anything.
         with contextlib.suppress(Exception):

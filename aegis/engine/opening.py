@@ -83,19 +83,25 @@ class Opened:
         elsewhere = items["store"] + items["page_cache"]
         own, device = self.backend.memory, self.plan.device
         device_runtime = items.get("device_runtime", 0)
-        apart = device is not None and device.cap_nbytes is not None
+        apart = None if device is None or own is None else device.cap_nbytes
         process = ProcessGauge(
             self.plan.cap_nbytes,
             self.arena,
             runtime,
             elsewhere,
             own,
-            None if apart else device_runtime,
+            device_runtime if apart is None else None,
         )
         gauge: DeviceGauge | None = None
-        if device is not None and device.cap_nbytes is not None and own is not None:
-            gauge = DeviceGauge(device.cap_nbytes, device_runtime, own)
-        self.governor = Governor(self.tiers, process, device=gauge)
+        try:
+            if apart is not None and own is not None:
+                gauge = DeviceGauge(apart, device_runtime, own)
+            self.governor = Governor(self.tiers, process, device=gauge)
+        except BaseException:  # Ctrl-C: reading all limits takes a moment.
+            process.close()
+            if gauge is not None:
+                gauge.close()
+            raise
         embed = self.disk_embedding or self.decoder.embedding
         self._forward = Forward(
             self.decoder, self.tiers, embed, self.governor.watch, self.backend.queue
@@ -174,7 +180,7 @@ def open_model(
     """Plan from headers, refuse what does not fit, then convert, allocate and load."""
     from aegis.checkpoint.source import Checkpoint
     from aegis.checkpoint.store import is_store
-    from aegis.convert.cache import ensure_store
+    from aegis.convert.cache import ensure_store, refuse_without_3bit
     from aegis.convert.identity import embedded_path, model_name
 
     folder = embedded_path() if path is None else Path(path)
@@ -185,6 +191,8 @@ def open_model(
     plan = request_plan(request)
     if not plan.feasible:
         raise PlanError(plan.refusal())
+    if settings.experts == "3bit":
+        refuse_without_3bit(source, backend_layout(backend))
     if on_plan is not None:
         on_plan(plan)
     # Before converting, which may take minutes: a damaged tokenizer is found in a moment.
@@ -279,7 +287,8 @@ def _allocate(
         io_threads=settings.io_threads,
     )
     undo.callback(tiers.close)
-    disk = None if rows is None else DiskEmbedding(store, decoder.embedding, rows)
+    direct = request.storage.kind != "buffered"
+    disk = None if rows is None else DiskEmbedding(store, decoder.embedding, rows, direct)
     if disk is not None:
         undo.callback(disk.close)
     return Opened(

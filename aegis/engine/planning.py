@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from mmap import PAGESIZE
 from os import PathLike
 from pathlib import Path
@@ -22,7 +22,7 @@ from aegis.engine.numbers import (
     prefill_steps,
     runtime_name,
 )
-from aegis.errors import BackendError, UsageError
+from aegis.errors import BackendError, UsageError, shown
 from aegis.kernels import registry
 from aegis.kernels.base import BackendUnavailableError, SlotPart, WorkspaceSpec
 from aegis.kernels.sizes import align_up
@@ -114,28 +114,36 @@ def settings_for(cap: str | int, options: Mapping[str, Any]) -> Settings:
     Raises:
         UsageError: the cap or an option is wrong.
     """
-    fields = dict(options)
+    chosen = dict(options)
+    known = [field.name for field in fields(Settings) if field.name != "cap_nbytes"]
+    for name in chosen.keys() - {*known, "device_cap"}:
+        raise UsageError(f"there is no option {shown(name)}; the options are {', '.join(known)}")
     try:
-        device_cap = fields.pop("device_cap", None)
+        device_cap = chosen.pop("device_cap", None)
         if device_cap is not None:
-            fields["device_cap_nbytes"] = _nbytes(device_cap)
-        return Settings(cap_nbytes=_nbytes(cap), **fields)
-    except (TypeError, ValueError) as error:
+            chosen["device_cap_nbytes"] = _nbytes(device_cap, "device_cap")
+        return Settings(cap_nbytes=_nbytes(cap, "cap"), **chosen)
+    except ValueError as error:
         raise UsageError(str(error)) from None
 
 
-def _nbytes(size: str | int) -> int:
-    return size if isinstance(size, int) else parse_size(size)
+def _nbytes(size: Any, name: str) -> Any:
+    """A size as text in bytes; what may be a number is for ``Settings`` to look at."""
+    if isinstance(size, str):
+        return parse_size(size)
+    if not hasattr(size, "__index__"):
+        raise UsageError(f"{name} is {shown(size)}; give text, as 4GiB or 512MiB, or whole bytes")
+    return size
 
 
-def choose_backend(name: str) -> str:
-    """Resolve ``auto`` and check that the backend can run here.
+def choose_backend(name: str, checked: bool = True) -> str:
+    """Resolve ``auto`` and check that the backend can run here, as the environment asks for.
 
     Raises:
         BackendError: it cannot; the message says why.
     """
     try:
-        return registry.resolve(name)
+        return registry.resolve(name, checked)
     except BackendUnavailableError as error:
         raise BackendError(str(error)) from None
 
@@ -156,12 +164,12 @@ def compute_threads(requested: int | None) -> int:
 
 def store_layout(path: str | PathLike[str], backend: str) -> StoreLayout:
     """Sizes of a store, or of the store that a checkpoint would become; reads headers only."""
-    from aegis.checkpoint.store import Store, is_store
+    from aegis.checkpoint.store import is_store
+    from aegis.convert.cache import open_store
     from aegis.convert.layout import layout_of_checkpoint
 
-    if is_store(path):
-        return Store.open(path).layout
-    return layout_of_checkpoint(path, backend_layout(backend))
+    wanted = backend_layout(backend)
+    return open_store(path, wanted).layout if is_store(path) else layout_of_checkpoint(path, wanted)
 
 
 def resolve(
@@ -173,6 +181,7 @@ def resolve(
         UsageError: the context is longer than the model's.
         StoreError: the store does not hold what its config says.
         TokenizerError: tokenizer.json is missing or cannot be one.
+        BackendError: the backend has no kernels for the model's sizes.
     """
     shape = family(layout.model_type).shape(layout.config)
     check_layout(layout)
@@ -185,7 +194,7 @@ def resolve(
     threads = compute_threads(settings.threads)
     tokenizer, storage = tokenizer_nbytes(Path(path)), store_storage(path, layout.layout)
     device = device_of(backend)
-    return Request(
+    request = Request(
         settings=settings,
         backend=backend,
         threads=threads,
@@ -197,6 +206,19 @@ def resolve(
         numbers=numbers_of(settings, device, layout),
         storage=storage,
     )
+    _refuse_unsupported(request)
+    return request
+
+
+def _refuse_unsupported(request: Request) -> None:
+    """Before a conversion, which may take minutes."""
+    sizes = importlib.import_module(f"aegis.kernels.{request.backend}.sizes")
+    unsupported = cast("Callable[[WorkspaceSpec], str | None]", sizes.unsupported)
+    if (reason := unsupported(request.workspace(1))) is not None:
+        raise BackendError(
+            f"the {request.backend} backend cannot compute this model: {reason}; use another one"
+            " (--backend reference) or another model"
+        )
 
 
 def store_storage(path: str | PathLike[str], layout: Layout) -> Storage:

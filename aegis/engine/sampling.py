@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from aegis.engine.token_ids import whole
-from aegis.errors import LogitsError, UsageError
+from aegis.errors import LogitsError, UsageError, shown
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -36,6 +36,7 @@ _LOG2E = 1.4426950408889634
 _LN2_HIGH, _LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10
 _UNDERFLOW = -700.0
 _SMALLEST, _LARGEST = (float(v) for v in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
+_SETTINGS = ("temperature", "top_p", "top_k", "min_p", "seed", "repeat_penalty", "repeat_last_n")
 _TAYLOR = tuple(1.0 / math.factorial(k) for k in range(13, -1, -1))
 
 
@@ -59,6 +60,27 @@ def exp(x: Doubles) -> Doubles:
     total *= ((power.astype(np.int64) + 1023) << 52).view(np.float64)  # 2**power by its bits
     total[x < _UNDERFLOW] = 0.0
     return total
+
+
+def choose_sampler(sampler: Sampler | None, settings: Mapping[str, Any]) -> Sampler:
+    """The sampler that was given, or one with these settings.
+
+    Raises:
+        UsageError: it is none, or there is no such setting.
+    """
+    if sampler is not None:
+        if not hasattr(sampler, "sample"):
+            raise UsageError(
+                f"sampler is {shown(sampler)}; give an aegis.engine.sampling.Sampler, or"
+                f" {', '.join(_SETTINGS)} instead"
+            )
+        return sampler
+    for name in settings:
+        if name not in _SETTINGS:
+            raise UsageError(
+                f"there is no option {shown(name)}; those of sampling are {', '.join(_SETTINGS)}"
+            )
+    return Sampler(**settings)
 
 
 class Sampler:
@@ -122,6 +144,7 @@ class Sampler:
         """Whether sample() is nothing but the largest logit."""
         return not self.uses_history and (self.temperature == 0.0 or self.top_k == 1)
 
+    @np.errstate(all="ignore")  # Whatever the caller's program has set: too small is 0 here.
     def sample(self, logits: Floats, history: Sequence[int] = ()) -> int:
         """Return the next token id for logits float32 [vocab_size]; logits are left unchanged.
 
@@ -151,8 +174,7 @@ class Sampler:
         values = self._penalised[ids]
         # However large the penalty, what was a number stays one.
         penalty = np.float32(np.clip(self.repeat_penalty, _SMALLEST, _LARGEST))
-        with np.errstate(over="ignore"):
-            changed = np.where(values > 0, values / penalty, values * penalty)
+        changed = np.where(values > 0, values / penalty, values * penalty)
         most = np.where(np.isfinite(values), np.float32(_LARGEST), np.float32(np.inf))
         self._penalised[ids] = np.clip(changed, -most, most)
         return self._penalised
@@ -205,8 +227,7 @@ def _scaled(values: Floats, peak: float, temperature: float) -> Doubles:
     shifted: Doubles = values.astype(np.float64)
     shifted -= peak
     if temperature != 1.0:
-        with np.errstate(over="ignore"):
-            shifted /= temperature
+        shifted /= temperature
     return shifted
 
 
@@ -255,16 +276,19 @@ def _pick(steps: Doubles, target: float) -> int:
 def _not_finite(token: int, value: float) -> str:
     if math.isnan(value):
         return (
-            f"The model's logits hold NaN (first at token {token}), so no token can be chosen; "
+            f"the model's logits hold NaN (first at token {token}), so no token can be chosen; "
             "run `aegis verify` on the store"
         )
     return (
-        f"The model's largest logit is {value} (token {token}), so no token can be chosen; run "
+        f"the model's largest logit is {value} (token {token}), so no token can be chosen; run "
         "`aegis verify` on the store"
     )
 
 
 def _number(value: Any, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise UsageError(f"{name} must be a number, got {value!r}")
-    return float(value)
+        raise UsageError(f"{name} must be a number, got {shown(value)}")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.copysign(math.inf, 1 if value == abs(value) else -1)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
+from types import FrameType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from aegis.errors import AegisError
@@ -23,44 +25,70 @@ class Turn:
     """
 
     def __init__(self, inside: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
-        """inside: makes what is entered with a turn, by the thread that has it."""
+        """inside: makes what every call is inside of, in the thread that makes the call."""
         self._process = os.getpid()
         self._lock = threading.RLock()
-        self._inside, self._depth = inside, 0
-        self._entered: AbstractContextManager[Any] = nullcontext()
+        self.inside = inside
+        """What every call is inside of."""
+        self._call: FrameType | None = None
+        """Of the call that is under way. One that was interrupted is on no stack any more."""
+        self._afterwards: Callable[[], None] | None = None
 
     @property
     def here(self) -> bool:
         """Whether this is the process that opened the model."""
         return os.getpid() == self._process
 
-    def __enter__(self) -> None:
+    @property
+    def lock(self) -> threading.RLock:
+        """For ``with``, between whose beginning and body no signal's handler can raise: there are
+        no steps in Python in between, as there are in ours."""
         if not self.here:
             raise AegisError(
                 "this model was opened by another process, which forked this one; open it again"
                 " here, or start processes by the spawn method"
             )
-        self._lock.acquire()
-        depth = self._depth
-        try:
-            if not depth:
-                self._entered = self._inside()
-                self._entered.__enter__()
-            self._depth = depth + 1
-        except BaseException:
-            # Ctrl-C, too: what is held or counted wrongly now would be so for ever.
-            self._depth = depth
-            self._lock.release()
-            raise
+        return self._lock
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
 
     def __exit__(self, *error: object) -> None:
-        depth = self._depth - 1
-        try:
-            if not depth:
-                self._entered.__exit__(None, None, None)
-        finally:
-            self._depth = depth
-            self._lock.release()
+        self._lock.release()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether we are inside of a call already, in this thread: a signal's handler is."""
+        if self._call is not None:
+            frame = sys._getframe(1)
+            while frame is not None and frame is not self._call:
+                frame = frame.f_back  # type: ignore[assignment]
+            return frame is not None
+        return False
+
+    def afterwards(self, work: Callable[[], None]) -> None:
+        """Do ``work`` when the call that is under way has ended, however it ends."""
+        self._afterwards = work
+
+    def begin(self) -> None:
+        """The caller's frame is a call now; the turn is held.
+
+        Raises:
+            AegisError: another one is under way, which would go on with what this one leaves.
+        """
+        if self.under_way:
+            raise AegisError(
+                "this model is in the middle of a call, out of which it was called again (by a"
+                " signal's handler or a sampler); let that call end first"
+            )
+        self._call = sys._getframe(1)
+
+    def end(self) -> None:
+        """The call has ended."""
+        self._call = None
+        work, self._afterwards = self._afterwards, None
+        if work is not None:
+            work()
 
 
 class TakesTurns(Protocol):
@@ -75,11 +103,18 @@ S = TypeVar("S", bound=TakesTurns)
 
 
 def in_turn(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Let a method wait until no other thread uses the object."""
+    """Let a method wait until no other thread uses the object; the same thread must not call it
+    out of another such method."""
 
     @wraps(method)
     def waiting(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self.turn:
-            return method(self, *args, **kwargs)
+        turn = self.turn
+        with turn.lock:
+            turn.begin()
+            try:
+                with turn.inside():
+                    return method(self, *args, **kwargs)
+            finally:
+                turn.end()
 
     return waiting

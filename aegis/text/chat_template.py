@@ -66,7 +66,7 @@ class ChatTemplate:
 
     def _failure(self, said: str, hint: bool = True) -> TokenizerError:
         other = "; pass another one with --chat-template" * hint
-        return TokenizerError(" ".join(f"The chat template in {self.origin} {said}{other}".split()))
+        return TokenizerError(" ".join(f"the chat template in {self.origin} {said}{other}".split()))
 
     def _template(self) -> Template:
         if self._compiled is None:
@@ -129,12 +129,12 @@ def _read_text(path: Path) -> str:
         text = read_regular(path, _MAX_NBYTES).decode()
         return text.replace("\r\n", "\n").replace("\r", "\n")
     except FileNotFoundError:
-        raise TokenizerError(f"The chat template {path} is missing; pass another one") from None
+        raise TokenizerError(f"the chat template {path} is missing; pass another one") from None
     except FileDamageError as error:
-        raise TokenizerError(f"The chat template {path} {error}; download it again") from error
+        raise TokenizerError(f"the chat template {error.about(path)}") from error
     except UnicodeDecodeError as error:
         raise TokenizerError(
-            f"The chat template {path} is no UTF-8 text ({error}); download it again"
+            f"the chat template {path} is no UTF-8 text ({error}); download it again"
         ) from error
 
 
@@ -145,7 +145,7 @@ def _read_legacy(folder: Path) -> Mapping[str, Any]:
     except FileNotFoundError:
         return {}
     except FileDamageError as error:
-        raise TokenizerError(f"{path} {error}; download it again") from error
+        raise TokenizerError(error.about(path)) from error
 
 
 def _from_config(config: Mapping[str, Any], origin: str) -> dict[str, ChatTemplate]:

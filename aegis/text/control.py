@@ -148,7 +148,7 @@ class ControlTokens:
                 if normalizer is None or marker in normalizer.normalize_str(f"a{marker}a"):
                     return marker
         raise UsageError(
-            "The prompt contains every private-use character of Unicode, so that what it spells "
+            "the prompt contains every private-use character of Unicode, so that what it spells "
             "cannot be told from control tokens; take some of them out"
         )
 

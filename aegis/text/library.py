@@ -7,6 +7,7 @@ there is; the library prints them too. Damaged files bring them about.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,9 @@ from aegis.errors import TokenizerError
 
 
 def is_failure(error: BaseException) -> bool:
-    """Whether the library failed, rather than somebody interrupting it."""
+    """Whether the library failed, rather than somebody interrupting it or the system refusing."""
+    if isinstance(error, (MemoryError, ImportError)):
+        return False
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
@@ -29,6 +32,11 @@ def failures_say(what: str, remedy: str) -> Iterator[None]:
     except BaseException as error:
         if not is_failure(error):
             raise
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            raise TokenizerError(
+                "too many files are open to load the model's tokenizer; close some or raise the"
+                " limit (ulimit -n)"
+            ) from error
         raise TokenizerError(f"{what} ({' '.join(str(error).split())}); {remedy}") from error
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
-from aegis.errors import UsageError
+from aegis.errors import UsageError, shown
 
 
 def stop_strings(stops: str | Iterable[str] | None) -> tuple[str, ...]:
@@ -13,15 +14,15 @@ def stop_strings(stops: str | Iterable[str] | None) -> tuple[str, ...]:
     Raises:
         UsageError: one of them is empty or no string.
     """
-    if stops is None or isinstance(stops, str):
-        stops = () if stops is None else (stops,)
-    distinct = tuple(dict.fromkeys(stops))
-    for stop in distinct:
+    given: tuple[Any, ...] = () if stops is None else (stops,)
+    if isinstance(stops, Iterable) and not isinstance(stops, str):
+        given = tuple(stops)
+    for stop in given:
         if not isinstance(stop, str):
-            raise UsageError(f"stop must be a string or several strings, got {stop!r}")
+            raise UsageError(f"stop must be a string or several strings, got {shown(stop)}")
         if not stop:
-            raise UsageError("A stop string is empty; give at least one character or leave it out.")
-    return distinct
+            raise UsageError("a stop string is empty; give at least one character or leave it out")
+    return tuple(dict.fromkeys(given))
 
 
 def overlap(text: str, wholes: Iterable[str]) -> int:

@@ -166,7 +166,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except FileDamageError as error:
-        raise TokenizerError(f"{path} {error}; download it again") from error
+        raise TokenizerError(error.about(path)) from error
 
 
 def eos_ids(config: Mapping[str, Any]) -> frozenset[int]:

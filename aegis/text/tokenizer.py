@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aegis import heap
-from aegis.errors import TokenizerError, UsageError
+from aegis.errors import TokenizerError, UsageError, shown
 from aegis.text import library, loader
 from aegis.text.chat_template import ChatTemplate, ChatTemplates, Message, plain
 from aegis.text.control import ControlTokens
@@ -120,7 +120,10 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ids; bytes that form no character become U+FFFD."""
-        text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        try:
+            text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        except (OverflowError, TypeError) as error:
+            raise UsageError(f"token ids are {shown(ids)}; give numbers from 0 on") from error
         return clean_up(text) if self.cleans_up else text
 
     def render_chat(
@@ -191,7 +194,7 @@ class Tokenizer:
             self._after(text)
         if not ids:
             raise TokenizerError(
-                "The chat template makes no text of these messages; pass another one with "
+                "the chat template makes no text of these messages; pass another one with "
                 "--chat-template, or use --raw to send the prompt as it is"
             )
         return ids
@@ -225,11 +228,13 @@ class Tokenizer:
 
     def token_to_id(self, token: str) -> int | None:
         """Return the id of a token by its spelling in the vocabulary, or None."""
-        found: int | None = self.backend.token_to_id(token)
+        found: int | None = self.backend.token_to_id(without_surrogates(token))
         return found
 
     def id_to_token(self, token_id: int) -> str | None:
         """Return a token's spelling in the vocabulary, or None for an id it does not have."""
+        if not 0 <= token_id < 1 << 32:
+            return None
         found: str | None = self.backend.id_to_token(token_id)
         return found
 
@@ -310,7 +315,12 @@ def without_surrogates(text: str) -> str:
     """Return text as UTF-8 can hold it: pairs of surrogates joined, undecodable bytes as U+FFFD.
 
     Such text comes from the command line of a terminal that does not speak UTF-8.
+
+    Raises:
+        UsageError: it is no text.
     """
+    if not isinstance(text, str):
+        raise UsageError(f"{shown(text)} is a {type(text).__name__}; give text")
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -67,8 +67,9 @@ class MlxQueue:
         """See Queue."""
         gathered, self._gathered = self._gathered, None
         known = gathered is not None and list(map(id, gathered[0])) == list(map(id, routings))
-        together = gathered[1] if gathered is not None and known else _together(routings)
-        return np.array(together).astype(np.int32)
+        with self.stream():  # A model that is closed is not in a call.
+            together = gathered[1] if gathered is not None and known else _together(routings)
+            return np.array(together).astype(np.int32)
 
     def settle(self) -> None:
         """See Queue."""

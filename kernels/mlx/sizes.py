@@ -63,6 +63,12 @@ def slot_nbytes(segments: Mapping[str, Segment], stride: int) -> int:
     return sum(part.nbytes for segment in segments.values() for part in segment_ranges(segment))
 
 
+def unsupported(spec: WorkspaceSpec) -> str | None:
+    """Why this backend cannot compute such a model: MLX's operations take all sizes."""
+    del spec
+    return None
+
+
 def capacity(spec: KVSpec) -> int:
     """Positions that a cache has room for."""
     positions = align_up(spec.context, _POSITIONS)

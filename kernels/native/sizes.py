@@ -23,6 +23,7 @@ __all__ = [
     "kv_nbytes",
     "regions",
     "slot_nbytes",
+    "unsupported",
     "workspace_nbytes",
 ]
 
@@ -34,6 +35,9 @@ ACT_ROWS = 128
 
 TILE_ROWS = 64
 """Rows of one expert that are computed together."""
+
+HEAD_DIM_STEP, MOST_HEAD_DIM, MOST_EXPERTS = 16, 256, 4096
+"""What the C++ blocks are written for; they refuse anything else."""
 
 _LINE = 64
 _NUMBER = 4
@@ -49,6 +53,16 @@ class Region(NamedTuple):
 def _lines(*counts: int) -> int:
     """Bytes of pieces of so many 4-byte numbers, each rounded up to a cache line."""
     return sum(-(-count * _NUMBER // _LINE) * _LINE for count in counts)
+
+
+def unsupported(spec: WorkspaceSpec) -> str | None:
+    """Why this backend cannot compute such a model; None where it can."""
+    if spec.head_dim % HEAD_DIM_STEP or spec.head_dim > MOST_HEAD_DIM:
+        allowed = f"multiples of {HEAD_DIM_STEP} up to {MOST_HEAD_DIM}"
+        return f"its head_dim is {spec.head_dim}, and only {allowed} are implemented"
+    if spec.num_experts > MOST_EXPERTS:
+        return f"it has {spec.num_experts} experts in a layer, and the most is {MOST_EXPERTS}"
+    return None
 
 
 def experts_scratch_nbytes(spec: WorkspaceSpec) -> int:

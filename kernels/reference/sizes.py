@@ -33,3 +33,9 @@ def slot_nbytes(segments: Mapping[str, Segment], stride: int) -> int:
     """Memory of one slot: a whole record."""
     del segments
     return stride
+
+
+def unsupported(spec: WorkspaceSpec) -> str | None:
+    """Why this backend cannot compute such a model: it can compute all."""
+    del spec
+    return None

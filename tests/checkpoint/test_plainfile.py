@@ -117,8 +117,12 @@ def test_what_cannot_be_read_is_said(
     for call in ("pread", "open"):
         with monkeypatch.context() as patch:
             patch.setattr(os, call, fail)
-            with pytest.raises(FileDamageError, match=rf"cannot be read \({error.strerror}\)"):
+            with pytest.raises(
+                FileDamageError, match=rf"cannot be read \({error.strerror}\)"
+            ) as caught:
                 read_regular(tmp_path / "f", 100)
+        remedy = "chmod" if isinstance(error, PermissionError) else "download it again"
+        assert remedy in caught.value.about(tmp_path / "f")
 
 
 def test_a_file_that_disappears_meanwhile_is_missing(

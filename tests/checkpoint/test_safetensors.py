@@ -41,6 +41,13 @@ def test_headers_are_read_as_the_reference_library_reads_them() -> None:
     assert GOLDEN.read_bytes()[head.offset : head.offset + head.nbytes] == embedded
 
 
+def test_a_pointer_of_git_lfs_is_told_from_a_damaged_file(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 4\n")
+    with pytest.raises(CheckpointError, match=r"a pointer of Git LFS; .* git lfs pull"):
+        read_header(path)
+
+
 @pytest.mark.parametrize(
     ("header", "words"),
     [

@@ -90,9 +90,9 @@ def test_a_tensor_in_two_files_is_refused(sharded: Path) -> None:
 
 
 def test_a_folder_without_weights_or_no_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is not a folder"):
+    with pytest.raises(CheckpointError, match=r"is not a folder .*; give the path of one"):
         Checkpoint.open(tmp_path / "nowhere")
     folder = write_checkpoint(tmp_path / "m")
     (folder / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"holds no model\*\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"holds no model\*\.safetensors file; give"):
         Checkpoint.open(folder)

@@ -19,7 +19,9 @@ def test_help_lists_every_verb(aegis: Aegis) -> None:
     assert done.returncode == 0
     for verb in ("run", "plan", "sweep", "convert", "verify"):
         assert f"  {verb} " in done.stdout
-        assert aegis(verb, "--help").returncode == 0
+        told = aegis(verb, "--help")
+        assert told.returncode == 0
+        assert "None" not in told.stdout
 
 
 def test_plan_loads_no_array_library(command_env: dict[str, str], tmp_path: Path) -> None:
@@ -94,14 +96,50 @@ def test_usage_errors_exit_2_with_one_sentence(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("run --temperature 1", "there is no option --temperature; here it is called --temp, see"),
+        ("run --max-kv-size 9", "here it is called --ctx-size, see aegis run --help"),
+        ("run -t 4", "there is no option -t; here it is called --threads, see"),
+        ("plan --ctx_size 9", "here it is called --ctx-size, see aegis plan --help"),
+        ("plan --temperature 1", "there is no option --temperature; see aegis plan --help"),
+        ("run --ctx 9", "perhaps --ctx-size is meant, see aegis run --help"),
+        ("run --expert 3bit", "perhaps --experts is meant, see aegis run --help"),
+        ("run -c 4k", "'4k' is not a valid whole number; see aegis run --help"),
+    ],
+)
+def test_an_option_that_there_is_not_names_the_one_that_is_meant(
+    aegis: Aegis, arguments: str, sentence: str
+) -> None:
+    done = aegis(*arguments.split())
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert sentence in line
+
+
+def test_each_verb_says_what_its_cap_may_be(aegis: Aegis) -> None:
+    cap = {verb: aegis(verb, "--help").stdout.partition("--cap ")[2] for verb in ("plan", "sweep")}
+    assert "HIGH" not in cap["plan"].partition("--ctx-size")[0]
+    assert "half of the free" not in cap["sweep"].partition("--ctx-size")[0]
+
+
 def test_run_prints_only_the_text_on_stdout(aegis: Aegis, small_model: str) -> None:
     done = aegis("run", small_model, "one two", "--raw", "-n", "6", "--ignore-eos", *SMALL)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("\n")
     assert "memory plan" in done.stderr
     assert "hit rate" in done.stderr
+    assert f"{Path(small_model).name}: reference (" in done.stderr
+    assert "sample" not in done.stderr
     quiet = aegis("run", small_model, "one two", "--raw", "-n", "6", "--ignore-eos", "-q", *SMALL)
     assert (quiet.stdout, quiet.stderr) == (done.stdout, "")
+
+
+def test_without_a_prompt_or_a_terminal_the_sample_is_named(aegis: Aegis, small_model: str) -> None:
+    done = aegis("run", "-m", small_model, "--raw", "-n", "2", *SMALL)
+    assert done.returncode == 0
+    assert "a sample is answered: What is a mixture of experts?" in done.stderr
 
 
 def test_json_is_one_object_with_every_figure(aegis: Aegis, small_model: str) -> None:
@@ -175,6 +213,19 @@ def test_a_sweep_has_a_row_per_cap_and_says_that_they_are_identical(
     assert table["identical"] is True
     text = aegis("run", *common, *fixed, "--cap", "513MiB..1025MiB:512MiB")
     assert text.stdout.count("yes") == 2, text.stderr
+
+
+def test_a_sweep_runs_the_prompt_that_a_run_would(
+    aegis: Aegis, small_model: str, tmp_path: Path
+) -> None:
+    """Ends of lines count where they were typed, and a folder may be called like a home."""
+    (tmp_path / "~m").symlink_to(small_model)
+    common = ("-m", "./~m", "-p", "\n", "--raw", "-n", "1", "--backend", "reference", "-c", "64")
+    tokens = [
+        json.loads(aegis(verb, *common, "--cap", "1GiB", "--json").stdout)["prompt_tokens"]
+        for verb in ("run", "sweep")
+    ]
+    assert tokens == [1, 1]
 
 
 def test_a_sweep_where_nothing_fits_exits_3(aegis: Aegis) -> None:
@@ -288,7 +339,7 @@ def test_streams_that_are_closed_or_full_are_no_reason_for_a_traceback(
         env=command_env,
         check=False,
     )
-    assert done.returncode == int("full" in redirect)
+    assert done.returncode == int(redirect == ">/dev/full")  # Without stderr nothing is lost.
     assert "Traceback" not in done.stderr
     if redirect == ">/dev/full":
         assert done.stderr.splitlines()[-1].startswith("error: ")

@@ -102,6 +102,7 @@ MOUNTS = """\
 3 1 0:6 / /mnt rw - tmpfs none rw
 4 3 0:7 / /mnt rw - overlay none rw
 5 1 0:8 / /mntx rw shared:1 master:2 - nfs4 host:/ rw
+6 1 0:9 / /odd\x0c\u2028\r\x85name rw - tmpfs none rw
 broken
 """
 
@@ -114,6 +115,7 @@ broken
         ("/mnt/other", "overlay"),
         ("/mntx", "nfs4"),
         ("/mnty", "ext4"),
+        ("/odd\x0c\u2028\r\x85name/x", "tmpfs"),
     ],
 )
 def test_the_file_system_is_that_of_the_innermost_mount(

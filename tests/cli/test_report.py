@@ -52,3 +52,15 @@ def test_without_compiled_kernels_auto_says_why_it_is_slow() -> None:
     assert done.returncode == 0, done.stderr
     assert "install a C++17 compiler" in done.stderr
     assert "slowly" in done.stderr
+
+
+def test_a_current_folder_that_was_removed_is_said_to_be() -> None:
+    code = (
+        "import os, sys, tempfile; folder = tempfile.mkdtemp(); os.chdir(folder); os.rmdir(folder);"
+        "from aegis.cli.app import _guarded; sys.exit(_guarded(['convert', '-o', 'store']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr == "error: the current folder was removed; change to one that is there\n"

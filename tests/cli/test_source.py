@@ -57,6 +57,11 @@ def test_two_positionals_are_model_and_prompt() -> None:
     assert (request.model, request.prompt) == (Path("folder"), "folder")
 
 
+def test_a_prompt_of_two_words_without_quotes_is_told_from_a_model() -> None:
+    with pytest.raises(UsageError, match=r"there is no folder hello; .* quote a prompt"):
+        resolve_request(["hello", "there"], None, None, None)
+
+
 def test_with_a_model_option_the_positional_is_the_prompt() -> None:
     request = resolve_request(["folder"], "folder", None, None)
     assert (request.model, request.prompt) == (Path("folder"), "folder")
@@ -116,6 +121,25 @@ def test_contradictions_are_usage_errors(
         resolve_request(positionals, model, prompt, None)
 
 
+def test_a_tilde_is_the_home_only_where_a_shell_takes_it_for_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "m").mkdir()
+    Path("~").mkdir()
+    Path("~", "here").mkdir()
+    assert resolve_model("~/m") == tmp_path / "m"
+    here = resolve_model("./~/here")
+    assert here is not None
+    assert here.is_dir()
+
+
+def test_what_is_piped_exactly_keeps_its_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("\n", "\ufeffa\r\n\n"):
+        with piped(monkeypatch, text.encode()):
+            assert resolve_request([], None, None, None, exact=True).prompt == text
+
+
 @pytest.mark.parametrize(
     ("text", "match"),
     [
@@ -123,9 +147,13 @@ def test_contradictions_are_usage_errors(
         ("synthetic:x", "synthetic models are not supported"),
         ("./gone", "there is no folder"),
         ("file", "is a file"),
+        ("file.gguf", "is a GGUF file, which aegis does not read; give the folder"),
+        ("~nobody-of-that-name/m", "there is no folder"),
+        ("x" * 5000, "there is no folder"),
     ],
 )
 def test_what_is_no_folder_is_refused_with_what_to_do(text: str, match: str) -> None:
     Path("file").touch()
+    Path("file.gguf").touch()
     with pytest.raises(UsageError, match=match):
         resolve_model(text)

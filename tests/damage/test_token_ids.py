@@ -52,6 +52,41 @@ def test_a_fraction_behind_a_cached_prefix_is_refused(engine: Engine) -> None:
         engine.feed([*IDS[:4], 300.5])  # type: ignore[list-item]
 
 
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (None, "token ids are a NoneType; give a list"),
+        (iter(IDS), "token ids are a list_iterator; give a list"),
+        ({5, 6}, "token ids are a set; give a list"),
+        ({5: 6}, "token ids are a dict; give a list"),
+        (memoryview(b"abc"), "token ids are bytes"),
+        (np.array(5), "more or less than one dimension"),
+        (np.array([IDS]), "more or less than one dimension"),
+        ([10**5000], "token id has 16610 bits; expected at most 256"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_no_sequence_of_ids_is_refused_everywhere(
+    engine: Engine, bad: Any, said: str
+) -> None:
+    calls = [engine.score, engine.nll, engine.feed, lambda ids: list(engine.generate(ids, 2))]
+    for call in calls:
+        with pytest.raises(UsageError, match=said):
+            call(bad)
+
+
+def test_numbers_too_long_for_a_message_are_refused_in_one(engine: Engine) -> None:
+    huge = 10**5000
+    with pytest.raises(UsageError, match="last has 16610 bits"):
+        engine.score(IDS, last=huge)
+    for name in ("max_tokens", "top_k", "seed"):
+        with pytest.raises(UsageError, match=f"{name} has 16610 bits; expected at most 256"):
+            list(engine.generate(IDS, **{name: -huge}))
+    for name in ("temperature", "top_p", "min_p", "repeat_penalty"):
+        with pytest.raises(UsageError, match=f"{name} must be .*, got inf"):
+            list(engine.generate(IDS, 1, **{name: huge}))
+
+
 def test_every_kind_of_integer_is_the_same_id(engine: Engine) -> None:
     expected = engine.score(IDS).tobytes()
     for kind in (np.int64, np.uint16, np.int32):

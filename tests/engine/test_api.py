@@ -169,6 +169,12 @@ def test_sampling_is_by_options_or_by_a_sampler(loaded: Loaded) -> None:
     assert ask() == ask(temperature=0.0, seed=9)
     with pytest.raises(UsageError, match="top_p"):
         ask(top_p=2.0)
+    with pytest.raises(UsageError, match="no option 'temp'; those of sampling are temperature"):
+        ask(temp=1.2)
+    with pytest.raises(UsageError, match=r"give an aegis\.engine\.sampling\.Sampler, or temp"):
+        ask(sampler=lambda logits: 3)
+    with pytest.raises(UsageError, match="no option 'temp'"):
+        list(model.generate([3], temp=1.2))
 
 
 def test_a_long_generation_never_shows_half_a_character(chat: Loaded) -> None:

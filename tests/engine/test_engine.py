@@ -127,7 +127,18 @@ def test_a_negative_number_of_tokens_is_refused(engine: Engine) -> None:
         ({"threads": True}, "threads is True"),
         ({"experts": "5bit"}, "experts is '5bit'; choose one of 4bit, 3bit"),
         ({"embedding": "flash"}, "embedding is 'flash'; choose one of auto, ram, disk"),
-        ({"colour": "red"}, "unexpected keyword argument 'colour'"),
+        ({"colour": "red"}, "there is no option 'colour'; the options are backend, context,"),
+        ({"cap": None}, "cap is None; give text, as 4GiB or 512MiB, or whole bytes"),
+        ({"cap": 4.5}, "cap is 4.5; give text"),
+        ({"cap": b"4GiB"}, "cap is b'4GiB'; give text"),
+        ({"cap": 1 << 64}, "cap_nbytes is 18446744073709551616; it must be a whole number"),
+        ({"cap": 10**5000}, "cap_nbytes is a number of thousands of digits; it must be"),
+        ({"cap": "9" * 39 + "GiB"}, "is more than any memory: write at most"),
+        ({"cap": "9" * 5000 + "GiB"}, "999' is not a size: write a number and a unit"),
+        ({"context": 10**5000}, "context is a number of thousands of digits"),
+        ({"context": np.array([4, 5])}, "context is array([4, 5]); it must be a whole number"),
+        ({"experts": np.array([1, 2])}, "experts is array([1, 2]); choose one of 4bit, 3bit"),
+        ({"backend": []}, "backend is []; give its name, or auto"),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
 )
@@ -139,6 +150,14 @@ def test_a_wrong_setting_is_refused_in_a_sentence(
         with pytest.raises(UsageError) as caught:
             ask(store, **options)
         assert said in str(caught.value)
+
+
+def test_every_kind_of_integer_is_the_same_setting(store: Store) -> None:
+    numbers = {"cap": 300 << 20, "context": 64, "guess_width": 3, "max_slots": 5, "threads": 1}
+    others = {name: np.int64(number) for name, number in numbers.items()}
+    assert _plan_small(store, **others) == _plan_small(store, **numbers)
+    with open_small(store, **others) as opened:
+        assert type(opened.plan.cap_nbytes) is int
 
 
 def _plan_small(store: Store, **options: Any) -> object:

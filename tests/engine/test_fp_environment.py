@@ -88,6 +88,17 @@ def test_a_whole_model(mode: str, store: Store) -> None:
     assert again == tokens
 
 
+@pytest.mark.parametrize("backend", ["reference", "native"])
+def test_a_program_that_makes_numpy_raise_gets_the_same_bits(backend: str, store: Store) -> None:
+    small = np.array([1e-30], np.float32)
+    with open_small(store, backend=backend, cap="1GiB") as engine:
+        expected = engine.score(IDS, last=None), engine.nll(IDS)
+        with np.errstate(all="raise"):
+            found = engine.score(IDS, last=None), engine.nll(IDS)
+            assert engine._guarded(lambda: small * small)[0] == 0
+    assert all(map(same_bits, found, expected))
+
+
 def test_the_mode_of_the_caller_comes_back() -> None:
     weight = random_weight(np.random.default_rng(2), (640, 640), fmt_of(4))
     x, out = np.zeros((2, 640), np.float32), np.zeros((2, 640), np.float32)

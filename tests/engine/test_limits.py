@@ -85,6 +85,12 @@ def test_a_version_2_limit(limits: Tree, tmp_path: Path) -> None:
     assert found.source == tmp_path / "sys/fs/cgroup/outer/inner/memory.max"
 
 
+def test_a_group_may_have_any_name(limits: Tree) -> None:
+    name = "a\x0c\u2028 b\x1c"
+    found = limits({"proc/self/cgroup": f"0::/{name}\n"} | group2(name, 7 * MIB))
+    assert found.container_limit == 7 * MIB
+
+
 def test_the_throttling_limit_of_version_2_counts_as_well(limits: Tree, tmp_path: Path) -> None:
     found = limits(V2 | group2("outer/inner", GIB, high=GIB // 2))
     assert found.container_limit == GIB // 2

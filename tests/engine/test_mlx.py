@@ -156,7 +156,7 @@ def test_a_layer_as_one_call_gives_the_bits_of_its_blocks(
         _fill(engine)
         engine.feed(IDS)
         forward, layers = engine._opened.forward, engine._opened.decoder.layers
-        with engine.turn:
+        with engine.turn, engine.turn.inside():
             x: Any = engine._opened.decoder.embedding(np.array([7], np.int32))
             for number, layer in enumerate(layers):
                 table = forward._table(layer.moe_index)

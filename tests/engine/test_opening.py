@@ -17,6 +17,7 @@ from aegis.checkpoint.layout import ExpertBits
 from aegis.checkpoint.store import Store
 from aegis.convert.cache import embedded_path, ensure_store
 from aegis.engine import memory, opening
+from aegis.engine.governor import Governor, ProcessGauge
 from aegis.errors import ReadError, StoreError, UsageError
 from aegis.kernels import registry
 from aegis.tiers import ArenaError, PythonReadPool
@@ -317,6 +318,26 @@ def test_an_open_that_fails_leaves_no_thread_and_no_file(store: Store) -> None:
             open_small(store, threads=2)
     finally:
         resident.write_bytes(content)
+    assert len(os.listdir("/proc/self/fd")) == files
+    assert len(os.listdir("/proc/self/task")) == tasks
+
+
+@linux
+def test_an_open_that_is_interrupted_at_its_end_leaves_nothing(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its cap above all: engines that are open may take the sum of theirs."""
+    open_small(store).close()
+    tasks, files = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+    gauges = len(ProcessGauge._all)
+
+    def interrupted(governor: Governor) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Governor, "read_limits", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        open_small(store, threads=2)
+    assert len(ProcessGauge._all) == gauges
     assert len(os.listdir("/proc/self/fd")) == files
     assert len(os.listdir("/proc/self/task")) == tasks
 

@@ -351,3 +351,24 @@ def test_filters_that_keep_everything_work_in_a_few_arrays(settings: dict[str, A
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak <= SAMPLING_NBYTES_PER_LOGIT * logits.size
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 1e300},
+        {"temperature": 5e-324},
+        {"temperature": 1.7e308, "top_k": 100},
+        {"temperature": 1.0, "repeat_penalty": 1e-300},
+        {"temperature": 1.0, "repeat_penalty": 1e30, "top_p": 5e-324},
+    ],
+)
+def test_a_program_that_makes_numpy_raise_gets_the_same_tokens(settings: dict[str, Any]) -> None:
+    logits = np.linspace(-300.0, 50.0, 5000, dtype=np.float32)
+    drawn = [
+        [sampler.sample(logits, [4999, 7, 1]) for _ in range(5)]
+        for sampler in (Sampler(seed=3, **settings), Sampler(seed=3, **settings))
+    ]
+    with np.errstate(all="raise"):
+        sampler = Sampler(seed=3, **settings)
+        assert [sampler.sample(logits, [4999, 7, 1]) for _ in range(5)] == drawn[0] == drawn[1]

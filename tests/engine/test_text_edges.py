@@ -6,7 +6,6 @@ import itertools
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -30,16 +29,19 @@ class Scripted:
 
     def __init__(self, tokenizer: Tokenizer, ids: Sequence[int], context: int = 10_000) -> None:
         self.tokenizer, self.context = tokenizer, context
-        self.turn = RLock()
         self._said = iter(ids)
         self.fed: list[Any] = []
 
     def feed(self, ids: Sequence[int]) -> None:
         self.fed.append(ids)
 
-    def logits(self, hidden: None) -> Any:
-        out = np.zeros((1, self.tokenizer.vocab_size), np.float32)
-        out[0, next(self._said)] = 1.0
+    def next_token(self, ids: Sequence[int], sampler: Sampler, more: bool = False) -> int:
+        self.feed(ids)
+        return sampler.sample(self.logits(), ids)
+
+    def logits(self) -> Any:
+        out = np.zeros(self.tokenizer.vocab_size, np.float32)
+        out[next(self._said)] = 1.0
         return out
 
 
@@ -121,7 +123,7 @@ def test_overlapping_stop_strings(kinds: dict[str, Tokenizer], stops: Any, shown
     assert said(kinds["byte_level"], ids, stop=stops)[0] == shown
 
 
-@pytest.mark.parametrize("stops", ["", [""], ["a", ""], [5], [None], [b"a"]])
+@pytest.mark.parametrize("stops", ["", [""], ["a", ""], 5, [5], [None], [b"a"], b"a", [["a"]]])
 def test_stop_strings_that_mean_nothing_are_refused(
     kinds: dict[str, Tokenizer], stops: Any
 ) -> None:
@@ -187,7 +189,7 @@ def test_logits_that_are_no_numbers_end_generation_with_a_typed_error(
     kinds: dict[str, Tokenizer],
 ) -> None:
     engine: Any = Scripted(kinds["byte_level"], itertools.repeat(5))
-    engine.logits = lambda hidden: np.full((1, 300), np.nan, np.float32)
+    engine.logits = lambda: np.full(300, np.nan, np.float32)
     for settings in ({}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5}):
         with pytest.raises(LogitsError, match="NaN"):
             list(stream_text(engine, [1], 3, Sampler(seed=1, **settings)))

@@ -1,40 +1,57 @@
-"""One thread at a time, and what is entered with a turn is entered once."""
+"""One thread at a time, and what every call is inside of."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import pytest
 
-from aegis.engine.turn import Turn
+from aegis.engine.turn import Turn, in_turn
+from aegis.errors import AegisError
 
 
 class Stop(BaseException):
     """What a signal's handler may raise anywhere."""
 
 
-def test_turns_inside_a_turn_enter_nothing_again() -> None:
+class Held:
+    """Something with a turn."""
+
+    def __init__(self, inside: Callable[[], AbstractContextManager[Any]]) -> None:
+        self.turn = Turn(inside)
+
+    @in_turn
+    def call(self, work: Callable[[], object]) -> None:
+        """A call that does ``work``."""
+        work()
+
+
+def test_every_call_is_inside_of_what_the_turn_was_given() -> None:
     seen: list[str] = []
 
     @contextmanager
     def inside() -> Iterator[None]:
         seen.append("in")
-        yield
-        seen.append("out")
+        try:
+            yield
+        finally:
+            seen.append("out")
 
-    turn = Turn(inside)
-    with turn, turn, turn:
-        assert seen == ["in"]
-    assert seen == ["in", "out"]
-    with turn:
-        pass
-    assert seen == ["in", "out"] * 2
+    held = Held(inside)
+    with held.turn:
+        assert seen == [], "holding the turn is no call"
+        held.call(lambda: seen.append("work"))
+        assert seen == ["in", "work", "out"]
+        with pytest.raises(AegisError, match="in the middle of a call"):
+            held.call(lambda: held.call(lambda: None))
+    assert seen == ["in", "work", "out", "in", "out"], "what is refused enters nothing"
 
 
 @pytest.mark.parametrize("place", ["enter", "exit"])
-def test_a_turn_that_is_interrupted_at_its_ends_is_nobodys(place: str) -> None:
+def test_a_call_that_is_interrupted_at_its_ends_is_over(place: str) -> None:
     calls: list[str] = []
 
     class Inside:
@@ -48,14 +65,15 @@ def test_a_turn_that_is_interrupted_at_its_ends_is_nobodys(place: str) -> None:
             if place == "exit" and calls.count("exit") == 1:
                 raise Stop
 
-    turn = Turn(Inside)
-    with pytest.raises(Stop), turn:
-        pass
+    held = Held(Inside)
+    with pytest.raises(Stop):
+        held.call(lambda: None)
     begun = len(calls)
+    assert not held.turn.under_way
 
     def other() -> None:
-        with turn, turn:
-            pass
+        with held.turn:
+            held.call(lambda: None)
 
     thread = threading.Thread(target=other, daemon=True)
     thread.start()

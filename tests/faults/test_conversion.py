@@ -24,6 +24,7 @@ from aegis.cli.report import note_older_stores
 from aegis.convert import build
 from aegis.convert.cache import cache_folder, cached_store_path, ensure_store, older_stores
 from aegis.convert.convert import convert
+from aegis.convert.identity import model_name
 from aegis.convert.three_bit import add_3bit
 from aegis.convert.verify import verify
 from aegis.errors import CheckpointError, StoreError
@@ -509,3 +510,48 @@ def test_a_full_table_of_files_is_a_sentence(source: Path, tmp_path: Path) -> No
     done = python_script(code, str(source), str(tmp_path / "s"))
     assert "oo many" in done.stdout, done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("points_to", ["nowhere", "empty", "link"])
+def test_a_link_is_refused_as_a_destination_before_any_work(
+    points_to: str, source: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / points_to)
+    with pytest.raises(StoreError, match=r"/link is a symbolic link, .* name the folder that it"):
+        convert(source, tmp_path / "link", progress=lambda done, total: pytest.fail("work"))
+    store = convert(source, tmp_path / "s")
+    (tmp_path / "to store").symlink_to(store.path)
+    assert verify(convert(source, tmp_path / "to store")).ok
+
+
+def test_a_folder_may_have_the_longest_name_there_is(source: Path, cache: Path) -> None:
+    longest = shutil.copytree(source, cache.parent / ("é" * 127))
+    store = ensure_store(longest)
+    assert ensure_store(longest).path == store.path
+    assert model_name(longest) == longest.name
+    with pytest.raises(StoreError, match=r"takes no name so long; choose a shorter one"):
+        convert(longest, cache / ("x" * 250))
+
+
+def test_what_was_left_of_a_folder_with_any_name_is_deleted(source: Path, cache: Path) -> None:
+    odd = shutil.copytree(source, cache.parent / "a\nb \u2028")
+    ensure_store(odd)
+    place = cached_store_path(odd)
+    for left in (f".{place.name}.partial-1-aaaaaaaa", ".x\ny.partial-1-aaaaaaaa"):
+        (cache / left).mkdir()
+    (cache / f".{place.name}.lock").touch()
+    ensure_store(odd)
+    assert list(cache.iterdir()) == [place]
+
+
+def test_memory_that_is_refused_is_not_the_disks_fault(source: Path, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+
+        def refused(nbytes: int) -> None:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+        patch.setattr("aegis.convert.convert.aligned_buffer", refused)
+        with pytest.raises(StoreError, match=r"the system gave no memory to convert with; stop"):
+            convert(source, tmp_path / "s")
+    assert not (tmp_path / "s").exists()

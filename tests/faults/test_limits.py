@@ -273,3 +273,18 @@ def test_a_reader_that_gets_no_memory_says_so() -> None:
         pool.wait(ticket)
         assert pool.result(ticket) == -errno.ENOMEM
     pool.close()
+
+
+@linux
+def test_too_few_open_files_for_the_tokenizer_are_not_its_fault() -> None:
+    code = (
+        "import os, resource; from aegis.errors import TokenizerError\n"
+        "from aegis.text import library\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))\n"
+        "try:\n"
+        "    with library.failures_say('it is damaged', 'download it again'):\n"
+        "        os.open('/dev/null', os.O_RDONLY)\n"
+        "except TokenizerError as error: print(error)"
+    )
+    said = python_script(code).stdout
+    assert said.startswith("too many files are open to load the model's tokenizer; close some or")

@@ -1,11 +1,15 @@
-"""An engine in a forked child, and in several threads."""
+"""An engine in a forked child, in several threads, in a signal's handler, and in a copy."""
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import FrameType
 
 import pytest
 from engine_tools import Result, difference, result_of
@@ -14,6 +18,7 @@ from small_model import IDS, SMALL, linux, needs_native, open_small
 
 from aegis import Engine
 from aegis.checkpoint.store import Store
+from aegis.engine import turn
 from aegis.errors import AegisError
 
 TOKENS = 4
@@ -234,3 +239,155 @@ def test_ctrl_c_while_waiting_for_a_turn_is_heard(engine: Engine) -> None:
     done.set()
     thread.join()
     assert len(engine.score(IDS))
+
+
+def interrupt(engine: Engine, monkeypatch: pytest.MonkeyPatch, handler: Callable[[], None]) -> None:
+    """Let a signal's handler run before the third layer that is computed from now on."""
+    monkeypatch.setattr(engine._opened.forward, "_watch", _Interruption(handler).look)
+
+
+class _Interruption:
+    def __init__(self, handler: Callable[[], None]) -> None:
+        self._handler, self._looks = handler, 0
+
+    def look(self) -> None:
+        self._looks += 1
+        if self._looks == 3:
+            before = signal.signal(signal.SIGUSR1, lambda number, frame: self._handler())
+            signal.raise_signal(signal.SIGUSR1)
+            signal.signal(signal.SIGUSR1, before)
+
+
+@linux
+def test_closed_by_a_handler_in_mid_token_it_closes_behind_that_token(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the token is computed with must not be gone, and read as zeros."""
+    expected = list(engine.generate(IDS, 2, ignore_eos=True))
+    engine.feed(IDS[:3])
+    interrupt(engine, monkeypatch, engine.close)
+    tokens = engine.generate(IDS, 2, ignore_eos=True)
+    assert next(tokens) == expected[0]
+    assert not engine._opened.files.fds
+    with pytest.raises(AegisError, match="the engine is closed"):
+        next(tokens)
+    engine.close()
+
+
+@pytest.mark.parametrize("what", ["score", "nll", "feed", "feed_token", "logits", "generate"])
+def test_a_handler_in_mid_token_may_not_compute_and_changes_no_bit(
+    engine: Engine, expected: Result, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    engine.feed(IDS[:3])
+    interrupt(engine, monkeypatch, lambda: said.append(attempt(engine, what)))
+    assert not difference(expected, result_of(engine, IDS, TOKENS))
+    assert [text[:39] for text in said] == ["this model is in the middle of a call, "]
+
+
+def test_an_interrupted_call_is_no_longer_under_way(
+    engine: Engine, expected: Result, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.turn, "end", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.score(IDS)
+    monkeypatch.undo()
+    assert not difference(expected, result_of(engine, IDS, TOKENS))
+
+
+class CtrlC:
+    """Strikes at one step in a file: where a function begins, or one of the system's has ended."""
+
+    def __init__(self, file: str, at: int) -> None:
+        self._file, self._left = file, at
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
+        if frame.f_code.co_filename == self._file and event in ("call", "c_return"):
+            self._left -= 1
+            if not self._left:
+                raise KeyboardInterrupt
+
+
+def test_ctrl_c_at_any_step_of_taking_the_turn_leaves_it_to_others(
+    engine: Engine, expected: Result
+) -> None:
+    struck, taken = 0, []
+
+    def take() -> None:
+        if engine.turn._lock.acquire(timeout=10):
+            engine.turn._lock.release()
+            taken.append(struck)
+
+    while True:
+        sys.setprofile(CtrlC(turn.__file__, struck + 1))
+        try:
+            engine.feed(IDS)
+            break
+        except KeyboardInterrupt:
+            struck += 1
+        finally:
+            sys.setprofile(None)
+        thread = threading.Thread(target=take)
+        thread.start()
+        thread.join()
+        assert taken[-1:] == [struck]
+    assert struck > 4
+    assert not difference(expected, result_of(engine, IDS, TOKENS))
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_engine_cannot_be_copied(engine: Engine, duplicate: Callable[[Engine], object]) -> None:
+    """Two would close the same memory and files."""
+    with pytest.raises(TypeError, match=r"cannot be copied or pickled; open the model again"):
+        duplicate(engine)
+
+
+@linux
+def test_engines_that_are_dropped_give_all_back(sound_store: Store) -> None:
+    from aegis.engine.governor import ProcessGauge
+
+    open_small(sound_store).close()
+    known = len(ProcessGauge._all)
+    counts = [len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd")]
+    for _ in range(3):
+        engine = open_small(sound_store, io_threads=4)
+        arena = engine._opened.arena
+        next(engine.generate(IDS, 3, ignore_eos=True))
+        del engine
+        assert arena._closed
+        assert len(ProcessGauge._all) == known
+        assert [len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd")] == counts
+
+
+def test_a_forked_child_may_not_take_what_its_parent_may(engine: Engine) -> None:
+    from aegis.engine.governor import ProcessGauge
+
+    cap_nbytes = 10 << 20
+    arena = engine._opened.arena
+
+    def allowed() -> int:
+        gauge = ProcessGauge(cap_nbytes, arena, (0, 0), 0)
+        try:
+            return gauge.allowed_nbytes
+        finally:
+            gauge.close()
+
+    assert in_child(allowed, limit_s=20) == str(cap_nbytes)
+    assert allowed() == cap_nbytes + engine.plan.cap_nbytes
+
+
+def test_a_forked_child_may_drop_it_and_the_parent_goes_on(sound_store: Store) -> None:
+    engines = [open_small(sound_store)]
+    expected = list(engines[0].generate(IDS, TOKENS, ignore_eos=True))
+
+    def drop() -> str:
+        engines.clear()
+        return "dropped"
+
+    assert in_child(drop, limit_s=20) == "dropped"
+    with engines.pop() as engine:
+        assert list(engine.generate(IDS[::-1] + IDS, 1, ignore_eos=True))
+        assert list(engine.generate(IDS, TOKENS, ignore_eos=True)) == expected

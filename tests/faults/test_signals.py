@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from fault_tools import python_script
+from small_model import linux
 from strategies import write_checkpoint
 
 from aegis.convert.cache import ensure_store
@@ -280,3 +281,29 @@ def children_of(pid: int) -> list[int]:
         return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except FileNotFoundError:
         pytest.skip("/proc does not tell whose child is whose")
+
+
+BORN = """
+import signal, subprocess, sys
+from aegis.cli import app, signals
+
+class Born(subprocess.Popen):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        print(self.pid, flush=True)
+        signal.raise_signal(signal.SIGTERM)
+
+subprocess.Popen = Born
+signals.install()
+app.run_command(sys.argv[1:])
+"""
+
+
+@linux
+def test_a_run_of_a_sweep_is_ended_from_its_birth_on(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "m")
+    fixed = ("--backend", "reference", "-c", "64", "--cap", "1GiB", "--raw")
+    env = {"AEGIS_CACHE": str(tmp_path / "cache")}
+    done = python_script(BORN, "sweep", str(source), "hello", *fixed, env=env)
+    assert done.returncode == 143, done.stderr
+    assert not Path(f"/proc/{int(done.stdout.split()[-1])}").exists()

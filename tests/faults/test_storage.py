@@ -4,6 +4,7 @@ found out by trying, said in the plan, and counted."""
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -153,6 +154,24 @@ def test_refusing_direct_reads_is_found_out_at_once_or_at_the_first(
         pytest.skip("temporary files do not lie on a disk that allows direct reads")
     monkeypatch.setattr(os, when, refusing(when))
     assert storage_of(sound_store.resident_path) == replace(REFUSED, there=True)
+
+
+def test_a_table_on_disk_is_read_where_direct_reads_are_taken_and_refused(
+    sound_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"embedding": "disk", "backend": "reference", "cap": "1GiB"}
+    with open_small(sound_store, **options) as engine:
+        expected = list(engine.generate(IDS, 4, ignore_eos=True))
+    real = os.preadv
+
+    def refuse(fd: int, *rest: Any) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(fd, *rest)
+
+    monkeypatch.setattr(os, "preadv", refuse)
+    with open_small(sound_store, **options) as engine:
+        assert list(engine.generate(IDS, 4, ignore_eos=True)) == expected
 
 
 def test_what_cannot_be_tried_is_unknown_and_counted_as_buffered(

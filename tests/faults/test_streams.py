@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import subprocess
@@ -100,7 +101,7 @@ def test_what_is_meant_for_people_never_goes_into_a_file_of_the_store(home: Path
     assert (done.returncode, done.stderr) == (0, b"")
     code = (
         "import os; os.closerange(0, 3)\n"
-        "from aegis.cli.app import prepare_streams\n"
+        "from aegis.cli.streams import prepare_streams\n"
         "prepare_streams()\n"
         "fd = os.open('number', os.O_CREAT | os.O_WRONLY)\n"
         "os.write(fd, str(fd).encode())"
@@ -109,13 +110,20 @@ def test_what_is_meant_for_people_never_goes_into_a_file_of_the_store(home: Path
     assert int((home / "number").read_text()) > 2
 
 
-@pytest.mark.parametrize("line", [RUN + " -q --json", f"{AEGIS} convert m"])
+@pytest.mark.parametrize("line", [RUN + " -q", RUN + " -q --json", f"{AEGIS} convert m -q"])
 def test_a_full_disk_behind_stdout_is_an_error_in_a_sentence(home: Path, line: str) -> None:
     done = shell(home, f"{line} > /dev/full")
     assert done.returncode == 1
-    assert done.stderr.decode().splitlines()[-1] == (
-        "error: reading or writing failed: No space left on device"
-    )
+    told = done.stderr.decode()
+    assert told == "error: reading or writing failed: No space left on device\n"
+
+
+@pytest.mark.parametrize("lost", ["2>/dev/full", "2> >(true)"])
+def test_what_people_cannot_be_told_costs_no_answer(home: Path, answer: bytes, lost: str) -> None:
+    done = shell(home, f"{RUN} {lost}")
+    assert (done.returncode, done.stdout) == (0, answer)
+    done = shell(home, f"{AEGIS} plan m --cap 1B {lost}")
+    assert (done.returncode, done.stdout[:11]) == (3, b"memory plan")
 
 
 def test_a_pipe_that_does_not_wait_is_made_to(home: Path) -> None:
@@ -125,7 +133,7 @@ def test_a_pipe_that_does_not_wait_is_made_to(home: Path) -> None:
         os.set_blocking(end, False)
     fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
     code = (
-        "import sys; from aegis.cli.app import prepare_streams\n"
+        "import sys; from aegis.cli.streams import prepare_streams\n"
         "prepare_streams()\n"
         "sys.stdout.write('x' * 100_000)"
     )
@@ -152,7 +160,7 @@ PIPED = "Wörter 言葉"
 
 TOLD = """
 import sys
-from aegis.cli.app import prepare_streams
+from aegis.cli.streams import prepare_streams
 from aegis.cli.source import resolve_request
 prepare_streams()
 request = resolve_request(sys.argv[1:], None, None, None)
@@ -167,6 +175,24 @@ def test_a_prompt_means_the_same_in_every_locale(home: Path, locale: str) -> Non
     assert done.stdout.decode() == ascii(f"{PROMPT}\n{PIPED}")
 
 
+TEXTS = "--stop 'é你' --system-prompt 'é你' --chat-template '{{ messages[0].content }}'"
+
+
+def test_other_texts_mean_the_same_in_every_locale_and_in_the_runs_of_a_sweep(home: Path) -> None:
+    locale = LOCALES["C without UTF-8 mode"]
+    code = (
+        "from aegis.cli import app; from aegis.text import stop\n"
+        "given = stop.stop_strings\n"
+        "stop.stop_strings = lambda stops: print(ascii(stops)) or given(stops)\n"
+        "app.run_command()"
+    )
+    arguments = RUN.removeprefix(AEGIS).replace("--raw", TEXTS)
+    done = shell(home, f'{sys.executable} -c "$CODE" {arguments}', locale | {"CODE": code})
+    assert done.stdout.splitlines()[0].decode() == ascii(("é你",))
+    done = shell(home, SWEEP.replace("--raw", TEXTS).replace("1GiB..2GiB:1GiB", "1GiB"), locale)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 @pytest.mark.parametrize("locale", ["C", "C without UTF-8 mode", "ASCII streams"])
 def test_folders_may_be_named_in_any_letters_in_every_locale(home: Path, locale: str) -> None:
     folder = home / "mödel 你好"
@@ -177,6 +203,19 @@ def test_folders_may_be_named_in_any_letters_in_every_locale(home: Path, locale:
     missing = shell(home, f"{AEGIS} plan 'nö such/folder'", LOCALES[locale])
     assert missing.returncode == 2
     assert b"Traceback" not in missing.stderr
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="file names are UTF-8 there")
+@pytest.mark.parametrize("locale", ["C without UTF-8 mode", "Latin-1 streams"])
+def test_an_object_of_json_loses_nothing_in_any_locale(home: Path, locale: str) -> None:
+    odd = home / "m\udce9 \xe9 \u4f60"
+    if not odd.exists():
+        shutil.copytree(home / "m", odd)
+    line = f"{AEGIS} convert $'m\\xe9 é 你' --json"
+    told = json.loads(shell(home, line, LOCALES[locale]).stdout.decode())
+    assert Path(told["store"]).is_dir()
+    path = shell(home, line.removesuffix(" --json"), LOCALES[locale]).stdout
+    assert path == os.fsencode(told["store"]) + b"\n"
 
 
 def test_bytes_that_are_no_text_do_not_end_it(home: Path) -> None:

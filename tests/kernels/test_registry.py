@@ -4,6 +4,8 @@ import sys
 
 import pytest
 
+from aegis import plan
+from aegis.errors import BackendError
 from aegis.kernels import registry
 from aegis.kernels.base import BackendUnavailableError
 from aegis.kernels.mlx import probe
@@ -36,3 +38,18 @@ def test_auto_falls_back_to_what_can_run(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(BackendUnavailableError, match="use auto, mlx, native, reference"):
         registry.create("cuda")
+
+
+def test_an_instruction_set_that_is_not_there_is_refused_where_it_would_be_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("aegis.kernels.native._native")
+    monkeypatch.setenv("AEGIS_ISA", "avx1024")
+    assert registry.resolve("native") == registry.resolve() == "native"
+    assert registry.resolve("reference", checked=True) == "reference"
+    for name in ("auto", "native"):
+        with pytest.raises(BackendUnavailableError, match=r"asks for avx1024, .* unset it, or use"):
+            registry.resolve(name, checked=True)
+    with pytest.raises(BackendError, match="AEGIS_ISA asks for avx1024"):
+        plan(cap="1GiB")
+    assert plan(cap="1GiB", backend="reference").feasible

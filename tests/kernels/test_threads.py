@@ -1,5 +1,6 @@
 """Threads by default: the processors, or what a container's quota keeps busy."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,3 +69,11 @@ def test_without_any_group_there_is_no_quota(tmp_path: Path) -> None:
 def test_a_request_goes_beyond_a_quota_but_not_beyond_the_processors() -> None:
     assert compute_threads(1) == 1
     assert compute_threads(1000) == usable_processors()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere file names are UTF-8")
+def test_a_group_may_have_any_name(tmp_path: Path) -> None:
+    name = "a\x0c\u2028\udce9b"
+    root = machine(tmp_path, "0::/", {f"{GROUPS}/{name}/cpu.max": "50000 100000"})
+    (root / "proc/self/cgroup").write_bytes(f"0::/{name}\n".encode(errors="surrogateescape"))
+    assert cpu_quota(root) == 0.5

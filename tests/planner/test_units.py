@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aegis.planner.units import format_size, parse_caps, parse_size
+from aegis.planner.units import format_least, format_size, parse_caps, parse_size
 
 GIB = 1 << 30
 
@@ -39,6 +39,9 @@ def test_sizes_with_a_unit_are_read(text: str, nbytes: int) -> None:
         ("", "not a size"),
         ("0MiB", "positive"),
         ("0.5B", "positive"),
+        ("9223372036854775809B", "more than any memory"),
+        ("9" * 40 + "TiB", "more than any memory"),
+        ("9" * 5000 + "TiB", "not a size"),
         ("four GiB", "not a size"),
         ("٤GiB", "not a size"),
     ],
@@ -56,6 +59,19 @@ def test_any_count_of_bytes_is_read_back(nbytes: int) -> None:
 @given(st.integers(1, 1 << 49))
 def test_a_formatted_size_is_within_its_last_digit(nbytes: int) -> None:
     assert parse_size(format_size(nbytes)) == pytest.approx(nbytes, rel=0.051)
+
+
+@given(st.integers(1, 1 << 49))
+def test_a_least_size_is_enough_as_it_is_written(nbytes: int) -> None:
+    assert nbytes <= parse_size(format_least(nbytes)) <= 1.1 * nbytes + 1
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(4 * GIB, "4 GiB"), (313344576, "298.9 MiB"), (1023 << 20, "1023 MiB"), (GIB - 1, "1 GiB")],
+)
+def test_least_sizes_are_rounded_up(nbytes: int, text: str) -> None:
+    assert format_least(nbytes) == text
 
 
 @pytest.mark.parametrize(

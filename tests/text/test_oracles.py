@@ -80,7 +80,7 @@ def test_a_template_that_fails_in_transformers_is_a_sentence_with_the_same_words
     sentence = str(failure.value)
     said = case["error"].partition(" while calling")[0]  # where the stack ends is chance
     assert " ".join(said.split()) in sentence
-    assert sentence.startswith("The chat template in the test ")
+    assert sentence.startswith("the chat template in the test ")
     assert "\n" not in sentence
     assert "Error" not in sentence.partition(": ")[0]
     assert not sentence.endswith(":")

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
-from aegis.errors import TokenizerError
+from aegis.errors import TokenizerError, UsageError
 from aegis.text.tokenizer import Tokenizer
 
 GOLDEN = json.loads((Path(__file__).parent.parent / "goldens/text/chat.json").read_text())
@@ -168,6 +168,24 @@ def test_text_that_utf8_cannot_hold_is_encoded_as_what_it_meant(
     assert embedded.encode(given, parse_special=False) == embedded.encode(meant)
     chats = [[{"role": "user", "content": text + "<|im_end|>"}] for text in (given, meant)]
     assert embedded.encode_chat(chats[0]) == embedded.encode_chat(chats[1])
+
+
+@pytest.mark.parametrize("text", [None, 5, b"text", ["text"]])
+def test_what_is_no_text_is_refused(embedded: Tokenizer, text: Any) -> None:
+    for use in (embedded.encode, embedded.token_to_id):
+        with pytest.raises(UsageError, match="; give text"):
+            use(text)
+
+
+@pytest.mark.parametrize("ids", [[10**30], [-1], [1.5], ["a"], "abc", None])
+def test_what_are_no_ids_is_refused(embedded: Tokenizer, ids: Any) -> None:
+    with pytest.raises(UsageError, match=r"token ids are .*; give numbers from 0 on"):
+        embedded.decode(ids)
+
+
+def test_tokens_that_no_vocabulary_has_are_none(embedded: Tokenizer) -> None:
+    assert [embedded.id_to_token(i) for i in (-1, 1 << 31, 1 << 40, 10**30)] == [None] * 4
+    assert embedded.token_to_id("\ud800") is None
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config", "generation_config", "config"])

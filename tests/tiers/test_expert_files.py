@@ -1,3 +1,4 @@
+import errno
 import os
 from pathlib import Path
 
@@ -73,3 +74,36 @@ def test_the_mode_and_its_reason_are_told(tmp_path: Path, monkeypatch: pytest.Mo
                 "the file system refuses direct reads",
             )
             assert len(files.fds) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="this system has no direct reads")
+def test_a_system_without_direct_reads_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = write_expert_files(tmp_path, 2, 3)
+    monkeypatch.delattr(os, "O_DIRECT")
+    with ExpertFiles(paths, STRIDE, STRIDE, 3) as files:
+        assert (files.mode, files.reason) == ("buffered", "this system has no direct reads")
+        assert len(files.fds) == 2
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_too_many_open_files_are_an_error_that_says_so_and_none_stays_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool
+) -> None:
+    paths = write_expert_files(tmp_path, 3, 3)
+    real_open, opened = os.open, list[int]()
+
+    def run_out(path: str, flags: int, mode: int = 0o777) -> int:
+        if len(opened) == 2:
+            raise OSError(errno.EMFILE, "Too many open files", path)
+        opened.append(real_open(path, flags, mode))
+        return opened[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", run_out)
+        with pytest.raises(ExpertFileError, match=r"no more than 2 of the 3 .*ulimit -n"):
+            ExpertFiles(paths, STRIDE, STRIDE, 3, direct=direct)
+    for fd in opened:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)

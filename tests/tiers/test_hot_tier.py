@@ -10,6 +10,7 @@ from aegis.tiers import Counters, ExpertFiles, ExpertTiers, SlotPool
 from aegis.tiers.guess import Guesser
 from aegis.tiers.hot_tier import HotTier
 from aegis.tiers.policy import POLICIES, Lfu, open_policy
+from aegis.tiers.slots import NOWHERE
 
 NUM_LAYERS, NUM_EXPERTS, CHOSEN = 4, 24, 4
 
@@ -124,19 +125,55 @@ def test_only_a_hotter_expert_takes_a_victims_slot_and_never_a_pinned_one() -> N
     assert {slots.key_of[slot] for slot in slots.hot} == {0, 2}
 
 
-def test_room_is_made_coldest_first() -> None:
+def test_whoever_does_not_join_is_told_so() -> None:
+    slots, policy = SlotPool(4, STRIDE), Lfu(8)
+    hot = HotTier(slots, policy, reserve=2, seed=0)
+    fill(slots, 4)
+    assert hot.settle(slots.slot_of[0]) is True
+    assert hot.consider(slots.slot_of[1]) is True
+    # The tier is full, and the newcomer no hotter than anybody.
+    assert hot.settle(slots.slot_of[2]) is False
+    assert hot.consider(slots.slot_of[2]) is False
+    policy.touch(2)
+    for key in (0, 1):
+        slots.pin(slots.slot_of[key])
+    assert hot.consider(slots.slot_of[2]) is False
+    assert sorted(slots.key_of[slot] for slot in slots.hot) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("reserve", "cooled"), [(0, []), (1, [2]), (3, [2, 4, 1]), (6, [2, 4, 1, 5, 3])]
+)
+def test_room_is_made_coldest_first(reserve: int, cooled: list[int]) -> None:
     slots, policy = SlotPool(6, STRIDE), Lfu(8)
     hot = HotTier(slots, policy, reserve=0, seed=0)
     fill(slots, 6)
-    for key in range(6):
-        policy.touch(key, key + 1)
+    for key, count in enumerate((1, 4, 2, 9, 3, 8)):
+        policy.touch(key, count)
         assert hot.settle(slots.slot_of[key])
     slots.pin(slots.slot_of[0])
-    hot.reserve = 3
+    hot.reserve = reserve
     hot.make_room()
-    assert [slots.key_of[slot] for slot in slots.transient] == [1, 2, 3]
-    assert hot.evict() != -1
-    assert set(slots.slot_of) < set(range(6))
+    assert [slots.key_of[slot] for slot in slots.transient] == cooled
+    check_slots(slots)
+
+
+def test_a_cold_slot_is_emptied_and_if_need_be_the_only_one_that_nobody_uses() -> None:
+    for seed in range(5):
+        slots, policy = SlotPool(30, STRIDE), Lfu(30)
+        hot = HotTier(slots, policy, reserve=0, seed=seed)
+        assert hot.evict() == NOWHERE
+        fill(slots, 30)
+        for key in range(30):
+            # One in three is cold, so that a sample finds some; the others are not.
+            policy.touch(key, 1 if key % 3 == 2 else 9)
+            assert hot.settle(slots.slot_of[key])
+        assert hot.evict() % 3 == 2
+        for slot in slots.hot[:-1]:
+            slots.pin(slot)
+        last = slots.hot[-1]
+        assert hot.evict() == last
+        assert hot.evict() == NOWHERE
 
 
 def test_older_counts_fade_and_never_overflow() -> None:

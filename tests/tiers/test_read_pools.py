@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tier_fakes import cached_nbytes
 
 from aegis.tiers import PythonReadPool, ReadPool, open_read_pool
 
@@ -349,3 +350,19 @@ def test_without_the_extension_python_reads(monkeypatch: pytest.MonkeyPatch) -> 
     pool = open_read_pool(1)
     assert not isinstance(pool, PythonReadPool)
     pool.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="nothing drops pages here")
+@pytest.mark.parametrize("drop_cache", [False, True])
+def test_a_buffered_read_leaves_pages_in_memory_only_where_it_may(
+    open_pool: OpenPool, file: int, tmp_path: Path, drop_cache: bool
+) -> None:
+    os.fsync(file)
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    if cached_nbytes(tmp_path / "pages"):
+        pytest.skip("this file system keeps its pages in memory")
+    pool, memory = open_pool(1, drop_cache=drop_cache), Memory(8 * PAGE)
+    ticket = pool.submit(file, 0, 8 * PAGE, memory.address, True)
+    pool.wait(ticket)
+    assert pool.result(ticket) == 8 * PAGE
+    assert bool(cached_nbytes(tmp_path / "pages")) is not drop_cache

@@ -125,6 +125,13 @@ class SlotMachine(RuleBasedStateMachine):
             self.hot.add(key)
             self.order.remove(key)
 
+    @rule(key=KEYS)
+    def refresh(self, key: int) -> None:
+        if key in self.order:
+            self.slots.refresh(self.slots.slot_of[key])
+            self.order.remove(key)
+            self.order.append(key)
+
     @rule(data=st.data())
     def forget(self, data: st.DataObject) -> None:
         slot = self.slot(RESIDENT, data)
@@ -184,9 +191,14 @@ def test_a_slot_is_only_used_as_its_state_allows() -> None:
     for call in (slots.arrive, slots.fail, slots.pin, slots.unpin, slots.forget):
         with pytest.raises(SlotError):
             call(slot)
+    with pytest.raises(SlotError, match="not the next free one"):
+        slots.begin(1 - slot, 5)
     slots.begin(slot, 5)
     with pytest.raises(SlotError):
         slots.begin(slot, 6)
+    slots.begin(1 - slot, 6)
+    with pytest.raises(SlotError, match="not the next free one"):
+        slots.begin(slot, 7)
 
 
 def test_slots_that_direct_reads_cannot_fill_are_refused() -> None:
@@ -201,17 +213,108 @@ def test_slots_given_back_at_the_end_of_the_arena_are_memory_given_back() -> Non
     assert memory.slots.shrink(300) == 300
     given = memory.arena.released_nbytes
     assert 300 * STRIDE - (2 << 20) < given <= 300 * STRIDE
+    assert memory.slots.slots_for(given - 1) < memory.slots.slots_for(given) == 300
     assert memory.slots.grow(1000) == 300
     assert memory.arena.released_nbytes == 0
     memory.arena.close()
 
 
+def test_where_no_slot_can_go_no_memory_goes_either() -> None:
+    arena = Arena(7 * STRIDE)
+    slots = SlotPool.in_arena(arena, 4, STRIDE)
+    for key in range(4):
+        slots.begin(slots.reclaim(), key)
+    assert slots.shrink(2) == 0
+    assert (slots.capacity, arena.released_nbytes) == (4, 0)
+    arena.close()
+
+
+def filled(num_slots: int) -> SlotReader:
+    """Slots that hold the experts of their own numbers, slot 0's being the oldest."""
+    memory = SlotReader(num_slots)
+    for key in range(num_slots):
+        slot = memory.slots.reclaim()
+        assert slot == key
+        memory.slots.begin(slot, key)
+        ctypes.memset(memory.slots.base + slot * STRIDE, key, STRIDE)
+        memory.slots.arrive(slot)
+    return memory
+
+
+def test_what_moves_to_a_lower_slot_stays_what_it_was() -> None:
+    memory = filled(4)
+    slots = memory.slots
+    wasted: list[int] = []
+    slots.on_waste = wasted.append
+    slots.heat(3)
+    slots.guessed[2] = True
+    slots.forget(0)
+    slots.forget(1)
+    assert slots.shrink(2) == 2
+    assert slots.slot_of == {3: 0, 2: 1}
+    assert (slots.hot, list(slots.transient), wasted) == ([0], [1], [])
+    assert slots.guessed == [False, True, False, False]
+    assert [memory.read(slot)[0] for slot in (0, 1)] == [3, 2]
+    check_slots(slots)
+    memory.arena.close()
+
+
+def test_where_nothing_is_free_what_is_not_hot_goes_with_its_slot() -> None:
+    memory = filled(4)
+    wasted: list[int] = []
+    memory.slots.on_waste = wasted.append
+    memory.slots.guessed[2] = True
+    assert memory.slots.shrink(2) == 2
+    assert memory.slots.slot_of == {0: 0, 1: 1}
+    assert wasted == [2]
+    check_slots(memory.slots)
+    memory.arena.close()
+
+
+def test_a_hot_expert_takes_the_oldest_slot_that_nobody_uses() -> None:
+    memory = filled(6)
+    slots = memory.slots
+    for hot in (5, 4):
+        slots.heat(hot)
+    slots.pin(0)
+    slots.refresh(1)
+    assert slots.shrink(1) == 1
+    assert slots.slot_of == {0: 0, 1: 1, 5: 2, 3: 3, 4: 4}
+    assert slots.shrink(2) == 2
+    assert slots.slot_of == {0: 0, 4: 1, 5: 2}
+    assert (set(slots.hot), list(slots.transient)) == ({1, 2}, [0])
+    check_slots(slots)
+    slots.unpin(0)
+    slots.forget(0)
+    slots.begin(0, 7)
+    assert slots.shrink(1) == 1
+    assert slots.slot_of == {7: 0, 4: 1}
+    check_slots(slots)
+    memory.arena.close()
+
+
+@example(
+    stride=3 << 20,
+    before=1 << 20,
+    behind=0,
+    asks=[(True, 1), (True, 0), (True, 9 << 20), (True, 1)],
+    least=1,
+)
+@example(stride=65536, before=99, behind=0, asks=[(True, 8 << 20), (False, 5 << 20)], least=1)
+@example(
+    stride=3 << 20, before=1 << 20, behind=0, asks=[(True, 9 << 20), (False, 6 << 20)], least=1
+)
+@example(stride=4096, before=0, behind=9999, asks=[(True, 1 << 20), (False, 9 << 20)], least=1)
 @example(stride=4096, before=0, behind=0, asks=[(True, 1), (False, 4096)], least=1)
 @given(
     stride=st.sampled_from([4096, 65536, 300 << 10, 1 << 20, 3 << 20]),
     before=st.integers(0, 3 << 20),
     behind=st.integers(0, 80 << 10),
-    asks=st.lists(st.tuples(st.booleans(), st.integers(0, 9 << 20)), min_size=1, max_size=6),
+    asks=st.lists(
+        st.tuples(st.booleans(), st.integers(-3, 9 << 20) | st.integers(-(1 << 20), 0)),
+        min_size=1,
+        max_size=6,
+    ),
     least=st.integers(1, 4),
 )
 @settings(max_examples=30)
@@ -227,6 +330,7 @@ def test_memory_comes_and_goes_in_whole_ranges_and_as_much_as_was_asked_for(
         level = arena.released_nbytes
         if give:
             wanted = slots.slots_in(nbytes, least)
+            assert not wanted or nbytes > 0
             assert slots.shrink(wanted) == wanted
             came = arena.released_nbytes - level
             # Everything else up to the slots that stay and down to a whole range is gone.
@@ -237,7 +341,7 @@ def test_memory_comes_and_goes_in_whole_ranges_and_as_much_as_was_asked_for(
         else:
             slots.grow(slots.slots_for(nbytes))
             came = level - arena.released_nbytes
-            assert 0 <= came <= nbytes
+            assert 0 <= came <= max(0, nbytes)
             assert came > nbytes - (2 << 20) - stride or slots.capacity == count
         edge = arena.nbytes - arena.released_nbytes
         assert edge % (2 << 20) == 0 or edge > arena.nbytes // (2 << 20) * (2 << 20)
