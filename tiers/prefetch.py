@@ -127,7 +127,7 @@ class ReadQueue:
                 if got < stride or index in damaged:
                     self._fail(slot, got)
                 else:
-                    # Scattered reads have been seen that were incomplete: all are checked.
+                    # Scattered reads are checked every time: see PythonReadPool._wrong.
                     if not self.slots.parts:
                         self.files.note_intact(layer_index, expert + index)
                     self.slots.arrive(slot)

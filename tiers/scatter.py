@@ -94,8 +94,7 @@ class Scatter:
         """The address of this thread's buffer, which has at least so many bytes.
 
         It is made large enough for the longest usual run at once, and touched before the first
-        read, as the arena is: where a GPU's driver had a hand in the process's memory, the first
-        reads into a buffer that had just been made larger were not all there when they had ended.
+        read, as the arena is.
         """
         held: mmap.mmap | None = getattr(self._own, "buffer", None)
         if held is None or len(held) < nbytes:

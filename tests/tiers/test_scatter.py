@@ -158,6 +158,40 @@ def test_a_scattered_read_that_was_not_all_there_is_repeated(tmp_path: Path) -> 
     assert pools.read(1, len(record)) == padded(record, pools.parts)
 
 
+def test_bytes_that_come_late_are_looked_at_again_and_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools = Pools([(0, PAGE), (PAGE, 100)])
+    record = random.Random(4).randbytes(2 * PAGE)
+    path = tmp_path / "record"
+    path.write_bytes(record)
+    calls, late = [], list[tuple[memoryview, bytes]]()
+
+    def read(fd: int, views: list[memoryview], offset: int) -> int:
+        got = os.preadv(fd, views, offset)
+        calls.append(offset)
+        late.append((views[-1], bytes(views[-1])))
+        views[-1][50:60] = bytes(10)
+        return got
+
+    def crc32(views: list[memoryview]) -> int:
+        found = zlib.crc32(b"".join(views))
+        for view, content in late:
+            view[:] = content
+        return found
+
+    monkeypatch.setattr("aegis.tiers.read_pool._crc32", crc32)
+    fd = os.open(path, os.O_RDONLY)
+    pool = PythonReadPool(1, read=read, scatter=Scatter(pools.parts, len(record)))
+    ticket = pool.submit(fd, 0, len(record), 1, True, zlib.crc32(record))
+    pool.wait(ticket)
+    assert pool.damaged(ticket) == []
+    pool.close()
+    os.close(fd)
+    assert len(calls) == 1
+    assert pools.read(1, len(record)) == padded(record, pools.parts)
+
+
 def test_a_record_that_is_damaged_stays_so_however_often_it_is_read(tmp_path: Path) -> None:
     pools = Pools([(0, PAGE), (PAGE, 100)])
     record = random.Random(3).randbytes(2 * PAGE)
