@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from aegis.errors import shown
@@ -78,6 +79,23 @@ EmbeddingMode = Literal["auto", "ram", "disk"]
 ExpertBits = Literal["4bit", "3bit"]
 Activations = Literal["auto", "f32", "bf16", "f16"]
 
+BACKENDS = ("auto", "mlx", "native", "reference")
+
+
+def default_backend() -> str:
+    """$AEGIS_BACKEND, or ``auto``: what computes where nobody says what should.
+
+    Raises:
+        ValueError: there is no such backend; one sentence.
+    """
+    named = os.environ.get("AEGIS_BACKEND")
+    if named and named not in BACKENDS:
+        raise ValueError(
+            f"AEGIS_BACKEND is {shown(named)}; set it to one of {', '.join(BACKENDS)}, or unset it"
+        )
+    return named or "auto"
+
+
 _WORDS = {
     "experts": get_args(ExpertBits),
     "embedding": get_args(EmbeddingMode),
@@ -106,7 +124,7 @@ class Settings:
     """One request to open a model. Sizes in bytes; None means "choose for me"."""
 
     cap_nbytes: int
-    backend: str = "auto"
+    backend: str = field(default_factory=default_backend)
     context: int | None = None
     experts: ExpertBits = "4bit"
     embedding: EmbeddingMode = "auto"

@@ -30,6 +30,14 @@ for _number, _handler in (
 
 import cgroup  # noqa: E402 - after the guard
 
+from aegis.kernels import registry  # noqa: E402
+
+# Tests that name no backend mean the same everywhere; on a GPU they would take mlx, which has other
+# needs. Those of the default itself remove it.
+os.environ.setdefault(
+    "AEGIS_BACKEND", "native" if registry.reason("native") is None else "reference"
+)
+
 settings.register_profile("dev", max_examples=50, deadline=None)
 settings.register_profile("ci", max_examples=100, deadline=None, derandomize=True)
 settings.register_profile(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from aegis.cli.options import json_option, quiet_option
+from aegis.cli.options import json_option, quiet_option, usual_backend
 from aegis.cli.report import SCHEMA_VERSION, note, print_json
 from aegis.errors import AegisError
 
@@ -34,6 +34,7 @@ def command(**options: Any) -> int:
     """
     if options["backend"] is not None and not options["selftest"]:
         raise click.UsageError("--backend chooses what --selftest tests; add --selftest")
+    usual_backend()  # Before anything is measured: a wrong one is refused.
     from aegis.doctor.advice import find_problems
     from aegis.doctor.facts import gather
     from aegis.doctor.report import describe, to_json

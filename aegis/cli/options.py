@@ -10,7 +10,13 @@ import click
 
 from aegis.errors import UsageError
 from aegis.planner import parse_caps, parse_size
-from aegis.settings import DEFAULT_CONTEXT, DEFAULT_GUESS_WIDTH, DEFAULT_IO_THREADS
+from aegis.settings import (
+    BACKENDS,
+    DEFAULT_CONTEXT,
+    DEFAULT_GUESS_WIDTH,
+    DEFAULT_IO_THREADS,
+    default_backend,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 Options = dict[str, Any]
@@ -38,6 +44,20 @@ def _read_size(ctx: click.Context, param: click.Parameter, value: str | None) ->
         return parse_size(value)
     except ValueError as error:
         raise click.BadParameter(str(error), ctx, param) from None
+
+
+def usual_backend() -> str:
+    """What computes without ``--backend``; UsageError where the environment names no backend."""
+    try:
+        return default_backend()
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _read_backend(ctx: click.Context, param: click.Parameter, value: str | None) -> str:
+    """The one that was asked for, whatever the environment says, or the usual one."""
+    del ctx, param
+    return usual_backend() if value is None else value
 
 
 class _Whole(click.IntRange):
@@ -90,10 +110,9 @@ engine_options = _all(
         ),
         click.option(
             "--backend",
-            type=click.Choice(["auto", "mlx", "native", "reference"]),
-            default="auto",
-            show_default=True,
-            help="What computes.",
+            type=click.Choice(BACKENDS),
+            callback=_read_backend,
+            help="What computes. [default: $AEGIS_BACKEND, or auto]",
         ),
         click.option(
             "--activations",

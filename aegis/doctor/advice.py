@@ -103,6 +103,14 @@ def _flag(cap_nbytes: int) -> str:
 
 
 def _backends(facts: Facts) -> Iterator[Problem]:
+    wanted = next((b for b in facts.backends if b.name == facts.wanted_backend), None)
+    if wanted is not None and wanted.reason is not None:
+        yield Problem(
+            "backend_not_available",
+            "problem",
+            f"AEGIS_BACKEND asks for the {wanted.name} backend, which cannot run: {wanted.reason}",
+            "unset AEGIS_BACKEND, or set it to another backend",
+        )
     native = next((b for b in facts.backends if b.name == "native"), None)
     if native is None or native.reason is None or facts.default_backend != "reference":
         return

@@ -23,7 +23,7 @@ from aegis.engine.limits import MemoryLimits, memory_limits
 from aegis.engine.planning import choose_backend, request_plan, resolve, store_layout
 from aegis.errors import AegisError
 from aegis.kernels import registry
-from aegis.settings import DEFAULT_CAP, Settings
+from aegis.settings import DEFAULT_CAP, Settings, default_backend
 
 Found = TypeVar("Found")
 
@@ -86,6 +86,8 @@ class Facts:
     compiler: str | None
     model: EmbeddedModel | None
     model_error: str | None
+    wanted_backend: str = "auto"
+    """What $AEGIS_BACKEND says."""
 
     @property
     def margin_nbytes(self) -> int | None:
@@ -128,20 +130,29 @@ def gather(disk: bool = True, root: Path = Path("/")) -> Facts:
             BackendFact(name, reason, None if reason is None else _INSTALL.get(name))
             for name, reason in registry.available()
         ),
-        default_backend=registry.resolve(),
+        default_backend=_default_backend(),
         compiler=next((path for name in _COMPILERS if (path := shutil.which(name))), None),
         model=model,
         model_error=model_error,
+        wanted_backend=default_backend(),
     )
 
 
-def embedded_model(backend: str = "auto") -> EmbeddedModel:
-    """Plan the embedded model, from headers alone.
+def _default_backend() -> str:
+    """What computes without ``--backend``. Where the environment asks for one that cannot run here,
+    so that nothing does: what would without it."""
+    usual = default_backend()
+    runs = usual != "auto" and registry.reason(usual) is None
+    return usual if runs else registry.resolve()
+
+
+def embedded_model(backend: str | None = None) -> EmbeddedModel:
+    """Plan the embedded model, from headers alone; None: for the default backend.
 
     Raises:
         CheckpointError, BackendError: it is damaged, or the backend cannot run here.
     """
-    path, name = embedded_path(), choose_backend(backend, checked=False)
+    path, name = embedded_path(), choose_backend(backend or _default_backend(), checked=False)
     layout = store_layout(path, name)
     request = resolve(path, layout, Settings(cap_nbytes=1, backend=name), name)
     short = replace(request, context=min(SHORT_CONTEXT, request.context))

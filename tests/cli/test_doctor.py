@@ -104,6 +104,7 @@ def test_without_compiled_kernels_that_is_the_first_problem(
     command_env: dict[str, str], tmp_path: Path
 ) -> None:
     env = python_path(tmp_path / "site", HIDE_KERNELS, command_env)
+    del env["AEGIS_BACKEND"]
     code, found, _ = doctor(env, tmp_path)
     assert code == 0
     assert found["default_backend"] == "reference"

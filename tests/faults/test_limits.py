@@ -44,8 +44,9 @@ def expected(sound_store: Store) -> Result:
 @pytest.fixture(scope="module")
 def backend() -> str:
     from aegis.kernels import registry
+    from aegis.settings import default_backend
 
-    return registry.resolve()
+    return registry.resolve(default_backend())
 
 
 @pytest.fixture(scope="module")
