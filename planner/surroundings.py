@@ -19,6 +19,8 @@ class Surroundings:
     """What a plan can have now without taking it from other programs."""
     cap: str = "cap"
     """What the cap that bounds a plan here is called."""
+    remedy: str = "use a shorter context"
+    """What to do where even the smallest plan is above the ceiling."""
 
     def holds(self, nbytes: int) -> bool:
         """Whether a plan of so many bytes can exist here at all."""
@@ -35,8 +37,8 @@ class Surroundings:
         remedy = f"use a {self.cap} of at most {self.ceiling_nbytes}B"
         if min_cap_nbytes > self.ceiling_nbytes:
             remedy = (
-                f"even the smallest {self.cap} that opens, {min_cap_nbytes}B, is above it, so raise"
-                " it or use a shorter context"
+                f"even the smallest {self.cap} that opens, {min_cap_nbytes}B, is above it, so"
+                f" {self.remedy}"
             )
         return (
             f"the plan takes {format_size(nbytes)}, but {self.ceiling} ends at"

@@ -90,5 +90,6 @@ def device_share(settings: Settings, device: Device) -> DeviceShare | None:
         ceiling="the GPU's memory",
         free_nbytes=None if found is None else found.free_nbytes,
         cap="device cap",
+        remedy="use a shorter context or another backend (--backend native)",
     )
     return DeviceShare(DEVICE_RUNTIME_NBYTES, settings.device_cap_nbytes, around)

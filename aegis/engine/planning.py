@@ -237,14 +237,15 @@ def surroundings(limits: MemoryLimits, runtime_nbytes: int, there_nbytes: int = 
     there_nbytes: what exists already of the plan, apart from this process.
     """
     ceiling, inside = limits.ceiling, limits.tightest
-    name = "this machine's memory"
+    name, remedy = "this machine's memory", "use a shorter context"
     if inside is not None and ceiling == inside.limit:
-        name = f"this container's memory ({inside.source})"
+        name, remedy = f"this container's memory ({inside.source})", f"raise it or {remedy}"
     held = min(resident_nbytes(), runtime_nbytes)
     return Surroundings(
         # The kernel rounds a limit down to a page: a cap of just that limit is not above it.
         ceiling_nbytes=None if ceiling is None else align_up(ceiling + 1, PAGESIZE) - 1,
         ceiling=name,
+        remedy=remedy,
         # What this process holds of its runtime already is part of the plan.
         free_nbytes=None if limits.free is None else limits.free + held + there_nbytes,
     )

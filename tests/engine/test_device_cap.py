@@ -52,6 +52,16 @@ def test_caps_of_host_and_device_are_planned_apart() -> None:
         assert "above the GPU's memory" in large.warnings[0]
 
 
+@pytest.mark.usefixtures("gpu")
+def test_a_gpu_that_is_too_small_is_not_to_be_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "gpu_memory", lambda: probe.GpuMemory(500 * MIB, 400 * MIB))
+    with store_of(SMALL, seed=1, layout="row") as store:
+        told = plan(store.path, cap="4GiB", backend="mlx", context=64).refusal()
+    assert "but the GPU's memory ends at 500 MiB; even the smallest device cap that opens" in told
+    assert told.endswith("so use a shorter context or another backend (--backend native)")
+    assert "raise" not in told
+
+
 @pytest.mark.parametrize("backend", ["reference"])
 def test_a_device_cap_without_such_a_device_is_refused(backend: str) -> None:
     with store_of(SMALL, seed=1) as store:
@@ -94,8 +104,8 @@ class NoTiers:
 def test_the_device_is_under_the_cap_unless_it_has_its_own() -> None:
     memory, arena = FakeMemory(), Arena(4096)
     made: Any = memory
-    together = ProcessGauge(GIB, arena, memory=made, device_nbytes=100 * MIB)
-    apart = ProcessGauge(GIB, arena, memory=made, device_nbytes=None)
+    together = ProcessGauge(GIB, arena, (0, 0), 0, made, device_nbytes=100 * MIB)
+    apart = ProcessGauge(GIB, arena, (0, 0), 0, made, device_nbytes=None)
     memory.device = 700 * MIB
     assert abs(together.taken() - apart.taken() - 800 * MIB) < 8 * MIB
     for gauge in (together, apart):
@@ -107,7 +117,7 @@ def test_above_its_own_cap_a_device_stops_the_run() -> None:
     memory, arena = FakeMemory(), Arena(4096)
     made: Any = memory
     tiers: Any = NoTiers()
-    process = ProcessGauge(1 << 40, arena, memory=made, device_nbytes=None)
+    process = ProcessGauge(1 << 40, arena, (0, 0), 0, made, device_nbytes=None)
     device = DeviceGauge(GIB, 100 * MIB, made)
     governor = Governor(tiers, process, lambda: MemoryLimits(None, None, ()), device=device)
     memory.device = 800 * MIB

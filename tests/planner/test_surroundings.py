@@ -73,6 +73,7 @@ def test_a_refusal_names_the_container_and_what_to_do() -> None:
 def test_where_no_cap_would_open_the_refusal_does_not_suggest_one() -> None:
     refusal = make_plan(request(500, ceiling_nbytes=80 * MIB)).refusal()
     assert f"even the smallest cap that opens, {114 * MIB}B, is above it" in refusal
+    assert refusal.endswith("is above it, so use a shorter context")
     assert "at most" not in refusal
 
 
