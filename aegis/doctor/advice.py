@@ -111,6 +111,14 @@ def _backends(facts: Facts) -> Iterator[Problem]:
             f"AEGIS_BACKEND asks for the {wanted.name} backend, which cannot run: {wanted.reason}",
             "unset AEGIS_BACKEND, or set it to another backend",
         )
+    if facts.lacks_cuda_headers:
+        yield Problem(
+            "no_cuda_headers",
+            "problem",
+            "MLX compiles kernels for the NVIDIA GPU with CUDA's headers, of which crt/mma.h is not"
+            " installed",
+            "pip install 'nvidia-cuda-crt==13.*', as the extra cuda13 does",
+        )
     native = next((b for b in facts.backends if b.name == "native"), None)
     if native is None or native.reason is None or facts.default_backend != "reference":
         return

@@ -23,6 +23,7 @@ from aegis.engine.limits import MemoryLimits, memory_limits
 from aegis.engine.planning import choose_backend, request_plan, resolve, store_layout
 from aegis.errors import AegisError
 from aegis.kernels import registry
+from aegis.kernels.mlx.probe import lacks_cuda_headers
 from aegis.settings import DEFAULT_CAP, Settings, default_backend
 
 Found = TypeVar("Found")
@@ -88,6 +89,8 @@ class Facts:
     model_error: str | None
     wanted_backend: str = "auto"
     """What $AEGIS_BACKEND says."""
+    lacks_cuda_headers: bool = False
+    """MLX would fail to compile kernels for the NVIDIA GPU that is here."""
 
     @property
     def margin_nbytes(self) -> int | None:
@@ -135,6 +138,7 @@ def gather(disk: bool = True, root: Path = Path("/")) -> Facts:
         model=model,
         model_error=model_error,
         wanted_backend=default_backend(),
+        lacks_cuda_headers=lacks_cuda_headers(),
     )
 
 

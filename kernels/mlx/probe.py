@@ -81,6 +81,18 @@ def has_nvidia_driver() -> bool:
     return any(Path(path).exists() for path in _DRIVER)
 
 
+def lacks_cuda_headers() -> bool:
+    """Whether MLX takes CUDA's headers from packages beside it and would not find all of them when
+    it compiles a kernel: those in crt/ are a distribution of their own, which it does not ask for.
+    """
+    found = find_spec("mlx")
+    if found is None or not has_nvidia_driver():
+        return False
+    places = found.submodule_search_locations or ()
+    folders = [Path(place).parent / "nvidia/cu13/include" for place in places]
+    return any((f / "mma.h").is_file() and not (f / "crt/mma.h").is_file() for f in folders)
+
+
 def _importable() -> bool:
     try:
         return find_spec("mlx.core") is not None

@@ -352,6 +352,7 @@ MACHINES = {
     "no_vector_instructions": changed("processor", isa="scalar", isas=("scalar",)),
     "no_native_backend": NO_NATIVE,
     "backend_not_available": replace(HEALTHY, wanted_backend="mlx"),
+    "no_cuda_headers": replace(HEALTHY, lacks_cuda_headers=True),
     "little_memory": limited(200 * MIB, 60 * MIB),
     "little_memory_for_context": memory(200 * MIB),
     "default_cap_too_small": memory(500 * MIB),

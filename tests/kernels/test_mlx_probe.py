@@ -8,6 +8,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,6 +51,37 @@ def test_an_nvidia_gpu_with_its_library_is_chosen(machine: Machine) -> None:
     machine(installed=("mlx-cuda-13",), driver=True)
     assert probe.installed_device() == "cuda"
     assert registry.resolve() == "mlx"
+
+
+@pytest.mark.parametrize(
+    ("driver", "files", "lacking"),
+    [
+        (True, ("mma.h",), True),
+        (True, ("mma.h", "crt/mma.h"), False),
+        (True, (), False),
+        (False, ("mma.h",), False),
+    ],
+)
+def test_headers_that_mlx_would_not_find_are_missed_before_it_compiles(
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    driver: bool,
+    files: tuple[str, ...],
+    lacking: bool,
+) -> None:
+    machine(installed=("mlx-cuda-13",), driver=driver)
+    found = ModuleSpec("mlx", None, is_package=True)
+    assert found.submodule_search_locations is not None
+    found.submodule_search_locations.append(str(tmp_path / "mlx"))
+    monkeypatch.setattr(probe, "find_spec", {"mlx": found}.get)
+    for name in files:
+        path = tmp_path / "nvidia/cu13/include" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    assert probe.lacks_cuda_headers() == lacking
+    monkeypatch.setattr(probe, "find_spec", lambda _: None)
+    assert not probe.lacks_cuda_headers()
 
 
 @pytest.mark.parametrize(
