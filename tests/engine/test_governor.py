@@ -326,6 +326,18 @@ class TestGauges:
         assert len(ProcessGauge._all) == 1
         kept.close()
 
+    def test_what_a_forked_child_inherited_is_not_in_its_sum(
+        self, arena: Arena, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(ProcessGauge, "_all", [])
+        parents = ProcessGauge(10 * MIB, arena, (0, 0), 0)
+        parent = os.getpid()
+        monkeypatch.setattr(os, "getpid", lambda: parent + 1)
+        childs = ProcessGauge(20 * MIB, arena, (0, 0), 0)
+        assert childs.allowed_nbytes == 20 * MIB
+        for gauge in (parents, childs):
+            gauge.close()
+
     @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
     def test_the_resident_size_is_the_kernels(
         self, arena: Arena, monkeypatch: pytest.MonkeyPatch
