@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from aegis.cli.options import json_option, quiet_option
+from aegis.cli.options import json_option, quiet_option, usual_backend
 from aegis.cli.plan import model_folder
 from aegis.cli.progress import ProgressBar
 from aegis.cli.report import SCHEMA_VERSION, note_older_stores, print_json
@@ -39,9 +39,7 @@ if TYPE_CHECKING:
 @click.option(
     "--layout",
     type=click.Choice(["il16", "row"]),
-    default="il16",
-    show_default=True,
-    help="il16 for the CPU kernels; row for MLX, which this version cannot run yet.",
+    help="il16 for the CPU kernels, row for MLX. [default: for what computes without --backend]",
 )
 @json_option
 @quiet_option
@@ -50,7 +48,7 @@ def command(
     destination: Path | None,
     output: Path | None,
     experts: str,
-    layout: Layout,
+    layout: Layout | None,
     **options: Any,
 ) -> int:
     """Convert MODEL (the embedded one if absent) into the folder STORE.
@@ -63,6 +61,7 @@ def command(
     folder = model_folder(resolve_model(source))
     from aegis.checkpoint.store import is_store
 
+    layout = layout or _usual_layout()
     bar = ProgressBar("converting", options["quiet"])
     store = _converted(folder, destination or output, layout, experts == "3bit", bar)
     if not (destination or output or is_store(folder) or options["quiet"]):
@@ -79,6 +78,15 @@ def command(
     else:
         click.echo(os.fsencode(store.path))  # Whatever the locale: a shell goes on with it.
     return 0
+
+
+def _usual_layout() -> Layout:
+    """The one that ``aegis run`` will look for."""
+    from aegis.engine.planning import backend_layout
+    from aegis.kernels import registry
+
+    backend = usual_backend()
+    return backend_layout(registry.resolve() if backend == "auto" else backend)
 
 
 def _converted(

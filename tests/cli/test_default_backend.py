@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
@@ -90,6 +91,22 @@ def test_help_names_the_variable(command_env: dict[str, str]) -> None:
     for verb in ("run", "plan", "sweep"):
         help_text = aegis(command_env | {"AEGIS_BACKEND": "cuda"}, verb, "--help").stdout
         assert "[default: $AEGIS_BACKEND, or auto]" in " ".join(help_text.split())
+
+
+@pytest.mark.parametrize(
+    ("backend", "layout"), [("mlx", "row"), ("native", "il16"), ("reference", "il16")]
+)
+def test_a_model_is_converted_for_it(
+    command_env: dict[str, str], tmp_path: Path, backend: str, layout: str
+) -> None:
+    env = command_env | {"AEGIS_BACKEND": backend}
+    model = Path(__file__).parent.parent / "goldens/qwen2_moe"
+    done = aegis(env, "convert", "--json", "-q", str(model), str(tmp_path / "store"))
+    assert json.loads(done.stdout)["layout"] == layout
+    named = aegis(
+        env, "convert", "--json", "-q", "--layout", "row", str(model), str(tmp_path / "b")
+    )
+    assert json.loads(named.stdout)["layout"] == "row"
 
 
 def test_doctor_says_what_the_default_is(command_env: dict[str, str]) -> None:
