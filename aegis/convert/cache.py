@@ -90,9 +90,10 @@ def open_store(path: str | os.PathLike[str], layout: Layout) -> Store:
     """
     store = Store.open(path)
     if store.layout.layout != layout:
+        other = "mlx" if layout == "il16" else "native"
         raise StoreError(
             f"{path} has layout {store.layout.layout}, but {layout} is needed; convert the"
-            f" checkpoint with --layout {layout}"
+            f" checkpoint with --layout {layout}, or use --backend {other}"
         )
     return store
 
