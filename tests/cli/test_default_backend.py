@@ -16,7 +16,7 @@ from aegis.kernels import registry
 from aegis.settings import BACKENDS, Settings, default_backend
 
 PLAN = ("plan", "--json", "--cap", "1GiB")
-RUN = ("run", "--json", "-q", "--cap", "1GiB", "-c", "64", "-n", "1", "--raw", "-p", "Hi")
+RUN = ("run", "--json", "-q", "--cap", "4GiB", "-c", "64", "-n", "1", "--raw", "-p", "Hi")
 
 
 def aegis(env: Mapping[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
