@@ -52,12 +52,14 @@ def test_load_takes_a_checkpoint_or_a_store_and_returns_model_and_tokenizer(
     model, tokenizer = loaded
     assert isinstance(model, Engine)
     assert tokenizer is model.tokenizer
-    (store,) = cache_folder().glob("qwen2_moe-*")
+    # Other tests of this session may have converted it for other backends.
+    there, store = sorted(cache_folder().glob("qwen2_moe-*")), model.store.path
+    assert store in there
     again, _ = load(str(store), cap="300MiB", context=128)
     with again:
         ids = tokenizer.encode(TEXT)
         assert again.score(ids).tobytes() == model.score(ids).tobytes()
-    assert [entry.name for entry in cache_folder().glob("qwen2_moe-*")] == [store.name]
+    assert sorted(cache_folder().glob("qwen2_moe-*")) == there
 
 
 def test_load_refuses_what_is_no_model_and_what_does_not_fit(cache: Path, tmp_path: Path) -> None:
