@@ -175,10 +175,11 @@ class Engine:
     @property
     def stats(self) -> TierStats:
         """Hits, misses, late and wasted guesses, bytes read and waits, per layer and phase."""
-        with self.turn.lock:
-            # Out of a signal's handler that interrupts a call: what that call has counted so far.
-            if self._opened.forward.has_uncounted and not self.turn.under_way:
-                self._opened.forward.count()
+        if self._opened.forward.has_uncounted and self.turn.here:
+            with self.turn.lock:
+                # In a signal's handler that interrupts a call: what is counted so far.
+                if not self.turn.under_way:
+                    self._guarded(self._opened.forward.count)
         return self._opened.tiers.stats
 
     def ledger(self) -> list[LedgerRow]:
@@ -388,8 +389,6 @@ class Engine:
     def _hidden(self, ids: Sequence[int], start: int) -> Iterator[tuple[Any, int]]:
         """Compute ids[start:] in chunks; yields (hidden [T, H], absolute position of its first)."""
         self._guarded(self._begin_prompt)
-        self._look.drop()
-        self._opened.forward.count()
         del self._cached[start:]
         step, tiers = self.plan.prefill_step, self._opened.tiers
         if len(ids) - start == 1:
@@ -417,6 +416,8 @@ class Engine:
     def _begin_prompt(self) -> None:
         self._opened.governor.read_limits()
         self._room.take_back()
+        self._look.drop()
+        self._opened.forward.count()
 
     def _guarded(self, compute: Callable[..., Any], *args: Any) -> Any:
         """Run a pass; a failed one leaves the cache as it was before."""
