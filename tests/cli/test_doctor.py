@@ -97,7 +97,10 @@ def doctor(env: Mapping[str, str], folder: Path, *arguments: str) -> Any:
     return done.returncode, json.loads(done.stdout), done.stderr
 
 
-HIDE_KERNELS = "import sys; sys.modules['aegis.kernels.native._native'] = None"
+HIDE_KERNELS = (
+    "import sys; sys.modules['aegis.kernels.native._native'] = None; sys.modules['mlx'] = None"
+)
+"""And MLX, which would compute where there is a GPU."""
 
 
 def test_without_compiled_kernels_that_is_the_first_problem(

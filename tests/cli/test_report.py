@@ -43,7 +43,7 @@ def test_a_peak_above_the_cap_is_an_error_with_its_own_exit_code() -> None:
 
 def test_without_compiled_kernels_auto_says_why_it_is_slow() -> None:
     code = (
-        "import os, sys; sys.modules['aegis.kernels.native._native'] = None; "
+        "import os, sys; sys.modules['aegis.kernels.native._native'] = sys.modules['mlx'] = None; "
         "os.environ.pop('AEGIS_BACKEND'); "
         "from aegis.cli.app import _guarded; sys.exit(_guarded(['plan', '--cap', '1GiB']))"
     )

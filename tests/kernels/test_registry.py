@@ -44,6 +44,7 @@ def test_an_instruction_set_that_is_not_there_is_refused_where_it_would_be_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("aegis.kernels.native._native")
+    monkeypatch.setattr(probe, "installed_device", lambda: "cpu")
     monkeypatch.setenv("AEGIS_ISA", "avx1024")
     assert registry.resolve("native") == registry.resolve() == "native"
     assert registry.resolve("reference", checked=True) == "reference"
