@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import damage_cases
 import damages
 import pytest
 from command_server import CommandServer, Ended
@@ -41,7 +42,7 @@ def cases(*lists: list[Case]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", found, ids=lambda case: case.name)
 
 
-@cases(damages.CHECKPOINT)
+@cases(damage_cases.CHECKPOINT)
 def test_a_damaged_checkpoint_is_refused(
     server: CommandServer, pristine: dict[str, Path], tmp_path: Path, case: Case
 ) -> None:
@@ -49,12 +50,12 @@ def test_a_damaged_checkpoint_is_refused(
     cache = tmp_path / "cache"
     check(server.run("run", folder, *RUN, AEGIS_CACHE=cache), case.words)
     check(server.run("convert", folder, "-q", AEGIS_CACHE=cache), case.words)
-    if case not in damages.TEXT and case.words.find("not finite") < 0:
+    if case not in damage_cases.TEXT and case.words.find("not finite") < 0:
         check(server.run("plan", folder, "-q", "-c", "64", AEGIS_CACHE=cache), case.words)
     assert not cache.exists() or not list(cache.iterdir())
 
 
-@cases(damages.SHARDED)
+@cases(damage_cases.SHARDED)
 def test_damaged_shards_are_refused(
     server: CommandServer, pristine: dict[str, Path], tmp_path: Path, case: Case
 ) -> None:
@@ -63,7 +64,7 @@ def test_damaged_shards_are_refused(
     assert not (tmp_path / "cache").exists()
 
 
-@cases(damages.STORE)
+@cases(damage_cases.STORE)
 def test_a_damaged_store_is_refused(
     server: CommandServer, pristine: dict[str, Path], tmp_path: Path, case: Case
 ) -> None:
@@ -72,7 +73,7 @@ def test_a_damaged_store_is_refused(
     assert not (tmp_path / "cache").exists()
 
 
-@cases(damages.STORE_FILES)
+@cases(damage_cases.STORE_FILES)
 def test_verify_names_every_damaged_file(
     server: CommandServer, pristine: dict[str, Path], tmp_path: Path, case: Case
 ) -> None:
@@ -140,7 +141,7 @@ def test_a_changed_source_is_noticed(
 
 def test_a_fresh_interpreter_says_the_same(pristine: dict[str, Path], tmp_path: Path) -> None:
     wanted = ["config nested deep", "header past the end", "NaN scale", "tokenizer a pipe"]
-    for number, case in enumerate(c for c in damages.CHECKPOINT if c.name in wanted):
+    for number, case in enumerate(c for c in damage_cases.CHECKPOINT if c.name in wanted):
         folder = damaged(pristine["checkpoint"], tmp_path / str(number), case)
         ended = subprocess.run(
             [sys.executable, "-m", "aegis", "run", str(folder), *RUN],
