@@ -94,7 +94,7 @@ class ReferenceHead:
         """x [T, H] to logits [T, vocab_size]; every row alone, so grouping can't matter."""
         normed = rms_norm(x, self._norm, self._spec.rms_norm_eps)
         logits = np.stack([self._head @ row for row in normed])
-        return logits / F32(self._spec.logits_scaling)
+        return np.asarray(logits / F32(self._spec.logits_scaling), F32)
 
 
 class ReferenceBackend:
