@@ -157,29 +157,34 @@ class _Builder:
 
     def _experts(self, names: ExpertNames, layer: int) -> None:
         c = self._choices
-        fused: list[dict[str, Tensor]] = []
+        parts = {}
         for part, shape in names.shapes.items():
             name = "model." + names.stacked.format(layer=layer, part=part)
-            bits = c.expert_bits or self._draw_bits(name)
-            stacked = self._weight(
-                name, shape, bits, c.expert_code_bits or bits, stack=c.num_experts
-            )
-            if c.fused_experts and names.fused is not None:
-                both, down = (f"model.{n.format(layer=layer)}" for n in names.fused)
-                fused.append(stacked)
-                if part == "up_proj":
-                    self._add(both, _behind(*fused), bits)
-                elif part == "down_proj":
-                    self._add(down, stacked, bits)
-                continue
-            if not c.separate_experts:
-                self._add(name, stacked, bits)
-                continue
-            word = names.separate_parts.get(part, part)
-            for expert in range(c.num_experts):
-                one = {suffix: (dtype, data[expert]) for suffix, (dtype, data) in stacked.items()}
-                name = "model." + names.separate.format(layer=layer, part=word, expert=expert)
-                self._add(name, one, bits)
+            # One tensor has one width, also where it holds two matrices.
+            drawn = name.replace("up_proj", "gate_proj") if c.fused_experts else name
+            bits = c.expert_bits or self._draw_bits(drawn)
+            code_bits = c.expert_code_bits or bits
+            parts[part] = bits, self._weight(name, shape, bits, code_bits, stack=c.num_experts)
+        if c.fused_experts and names.fused is not None:
+            both, down = (f"model.{name.format(layer=layer)}" for name in names.fused)
+            (bits, gate), (_, up) = parts["gate_proj"], parts["up_proj"]
+            self._add(both, _behind(gate, up), bits)
+            self._add(down, parts["down_proj"][1], parts["down_proj"][0])
+            return
+        for part, (bits, stacked) in parts.items():
+            if c.separate_experts:
+                self._separate(names, layer, part, bits, stacked)
+            else:
+                self._add("model." + names.stacked.format(layer=layer, part=part), stacked, bits)
+
+    def _separate(
+        self, names: ExpertNames, layer: int, part: str, bits: int, stacked: Mapping[str, Tensor]
+    ) -> None:
+        word = names.separate_parts.get(part, part)
+        for expert in range(names.num_experts):
+            one = {suffix: (dtype, data[expert]) for suffix, (dtype, data) in stacked.items()}
+            name = names.separate.format(layer=layer, part=word, expert=expert)
+            self._add(f"model.{name}", one, bits)
 
     def _draw_bits(self, name: str) -> int:
         return int(self._rng(name + ".bits").choice(self._choices.bits))
@@ -291,6 +296,7 @@ def checkpoint_choices(draw: st.DrawFn, /, **fixed: Any) -> Choices:
         bits=draw(st.permutations([3, 4, 8]).flatmap(_prefixes)),
         dense_router=draw(st.booleans()),
         separate_experts=draw(st.booleans()),
+        fused_experts=draw(st.booleans()),
         shards=draw(st.integers(1, 3)),
     )
     return replace(choices, **fixed)
