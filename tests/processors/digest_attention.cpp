@@ -199,7 +199,7 @@ void router_cases(aegis::Pool& pool) {
   const std::vector<float> x = numbers(random, rows * hidden);
   std::vector<float> logits(rows * vocabulary);
   const aegis::HeadBlock head(pool, norm.data(), 1e-6f, lm_head.desc, rows,
-                              aegis::Scratch(scratch.data(), nbytes));
+                              aegis::Scratch(scratch.data(), nbytes), 6.0f);
   Digest digest;
   for (int64_t tokens : {int64_t{1}, rows}) {
     {
