@@ -70,6 +70,8 @@ REFUSED = {
     "decoder_sparse_step": 2,
     "routed_scaling_factor": 2.5,
     "scoring_func": "sigmoid",
+    "position_embedding_type": "nope",
+    "shared_intermediate_size": 512,
 }
 
 
