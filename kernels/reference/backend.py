@@ -10,6 +10,7 @@ from aegis.kernels import formats
 from aegis.kernels.base import Weight
 from aegis.kernels.reference import sizes
 from aegis.kernels.reference.attention import ReferenceAttention, ReferenceKVCache
+from aegis.kernels.reference.delta import ReferenceDelta, ReferenceRecurrentState
 from aegis.kernels.reference.linear import F32, rms_norm, widen
 from aegis.kernels.reference.moe import Clock, ReferenceExperts, ReferenceRouter
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from aegis.kernels.base import (
         AttentionSpec,
+        DeltaSpec,
         ExpertsSpec,
         Format,
         HeadSpec,
@@ -122,12 +124,22 @@ class ReferenceBackend:
         """Bytes of one layer's cache."""
         return sizes.kv_nbytes(spec)
 
+    def recurrent_nbytes(self, spec: DeltaSpec) -> int:
+        """Bytes of one layer's recurrent state and its copy."""
+        return sizes.recurrent_nbytes(spec)
+
     def open_workspace(self, spec: WorkspaceSpec, buffer: NDArray[np.uint8]) -> None:
         """Nothing to bind: temporaries are numpy's own."""
 
     def kv_cache(self, spec: KVSpec, buffer: NDArray[np.uint8]) -> ReferenceKVCache:
         """A cache over ``buffer``."""
         return ReferenceKVCache(spec, buffer)
+
+    def recurrent_state(
+        self, spec: DeltaSpec, buffer: NDArray[np.uint8]
+    ) -> ReferenceRecurrentState:
+        """A state over ``buffer``."""
+        return ReferenceRecurrentState(spec, buffer)
 
     def bind_slots(self, slots: SlotMemory) -> None:
         """Remember where slots lie."""
@@ -136,6 +148,10 @@ class ReferenceBackend:
     def attention(self, spec: AttentionSpec, weights: Mapping[str, Weight]) -> ReferenceAttention:
         """An attention block."""
         return _Attention(spec, weights, self._clock)
+
+    def delta(self, spec: DeltaSpec, weights: Mapping[str, Weight]) -> ReferenceDelta:
+        """A Gated DeltaNet block."""
+        return ReferenceDelta(spec, weights, self._clock)
 
     def router(
         self,
