@@ -17,7 +17,6 @@ class Acquisition:
     """The chosen experts of one layer, pinned until ``release``. A context manager."""
 
     __slots__ = (
-        "_adopted",
         "_arrived",
         "_first_key",
         "_held",
@@ -65,8 +64,6 @@ class Acquisition:
             else:
                 self._pending[first + expert] = slot
                 queue.promote(slot)
-        self._adopted = set(self._pending)
-        """Keys of reads that others began, whose failure says nothing about the disk now."""
         counters.hits += hits
         counters.hot_hits += hot_hits
         counters.late += len(self._pending)
@@ -112,17 +109,13 @@ class Acquisition:
         return self._hand_out()
 
     def _sort_out(self) -> None:
-        """Move what has arrived out of ``_pending``, what failed back to ``_missing``.
-
-        A guess that failed costs a read, never a token: it is read once more."""
+        """Move what has arrived out of ``_pending``, what failed back to ``_missing``."""
         slots, failed = self._queue.slots, self._queue.failed
         for key, slot in list(self._pending.items()):
             if key in failed:
                 del self._pending[key]
                 self._missing.append(key)
-                if key in self._adopted:
-                    self._adopted.remove(key)
-                    del failed[key]
+                self._queue.forgive(key)
             elif slots.state[slot] == RESIDENT:
                 del self._pending[key]
                 self._arrived.append((key, slot))

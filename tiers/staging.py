@@ -82,8 +82,6 @@ class LayerVisit:
         self._slot: dict[int, int] = {}
         """Pinned and not handed out: resident or on its way."""
         self._missing: list[int] = []
-        self._adopted: set[int] = set()
-        """Keys of reads that others began, whose failure says nothing about the disk now."""
         after = first + self._num_experts
         # File order: the ring then holds what will be asked for first.
         self._ahead = [after + expert for expert in sorted(next_guess)]
@@ -106,7 +104,6 @@ class LayerVisit:
             else:
                 counters.late += 1
                 self._queue.promote(slot)
-                self._adopted.add(key)
             if slots.guessed[slot]:
                 slots.guessed[slot] = False
                 counters.useful += 1
@@ -140,17 +137,13 @@ class LayerVisit:
         return self._position == len(self._keys) and not self._held
 
     def _take_failures(self) -> ReadError | None:
-        """Note all experts of ours whose read failed as missing; one error speaks for them, but for
-        reads that others began: these are tried once more."""
+        """Note all experts of ours whose read failed as missing; one error speaks for them."""
         error = None
         for key in list(self._queue.failed):
             if self._slot.pop(key, None) is not None:
                 insort(self._missing, key)
-                failure = self._queue.failed.pop(key)
-                if key in self._adopted:
-                    self._adopted.remove(key)
-                else:
-                    error = failure
+                if not self._queue.forgive(key):
+                    error = self._queue.failed.pop(key)
         return error
 
     def _issue(self) -> None:
