@@ -10,7 +10,7 @@ import numpy as np
 from native_tools import aligned, fmt_of, normal, random_weight
 
 from aegis.kernels import formats
-from aegis.kernels.base import AttentionSpec, Format, KVSpec, Weight, WorkspaceSpec
+from aegis.kernels.base import AttentionSpec, Format, KVSpec, QKNorm, Weight, WorkspaceSpec
 from aegis.kernels.native import _native, sizes
 from aegis.kernels.native.attention import NativeAttention, NativeKVCache
 from aegis.kernels.native.workspace import Workspace
@@ -73,6 +73,9 @@ class Attention:
     bits: int = 4
     biases: bool = True
     seed: int = 0
+    qk_norm: QKNorm = "none"
+    scale: float | None = None
+    residual: float = 1.0
     spec: AttentionSpec = field(init=False)
     weights: dict[str, Weight] = field(init=False)
 
@@ -80,7 +83,17 @@ class Attention:
         rng = np.random.default_rng(self.seed)
         freqs = 1.0 / 10000.0 ** (np.arange(0, self.rotary, 2) / max(self.rotary, 1))
         inv_freq = tuple(float(f) for f in freqs.astype(np.float32))
-        self.spec = AttentionSpec(self.hidden, self.heads, self.kv_heads, self.dim, 1e-6, inv_freq)
+        self.spec = AttentionSpec(
+            self.hidden,
+            self.heads,
+            self.kv_heads,
+            self.dim,
+            1e-6,
+            inv_freq,
+            self.qk_norm,
+            self.scale,
+            self.residual,
+        )
         out = {"q": self.heads * self.dim, "k": self.kv_heads * self.dim}
         out["v"] = out["k"]
         fmt = fmt_of(self.bits)
@@ -90,6 +103,9 @@ class Attention:
             if self.biases:
                 self.weights[f"{name}_bias"] = vector(normal(rng, rows))
         self.weights["o_proj"] = random_weight(rng, (self.hidden, out["q"]), fmt)
+        for name in "qk" if self.qk_norm != "none" else "":
+            channels = self.dim if self.qk_norm == "head" else out[name]
+            self.weights[f"{name}_norm"] = vector(1 + 0.1 * normal(rng, channels))
 
     def block(self, pool: Any) -> NativeAttention:
         """The native block with a workspace of its own."""
@@ -126,18 +142,23 @@ class Attention:
         k, v = self._turned(self._project(normed, "k")), self._project(normed, "v")
         repeat = self.heads // self.kv_heads
         k, v = np.repeat(k, repeat, axis=1), np.repeat(v, repeat, axis=1)
-        scores = np.einsum("thd,shd->hts", q, k) / np.sqrt(self.dim)
+        scale = self.dim**-0.5 if self.scale is None else self.scale
+        scores = np.einsum("thd,shd->hts", q, k) * scale
         scores[:, np.triu(np.ones((count, count), bool), 1)] = -np.inf
         scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
         mixed = np.einsum("hts,shd->thd", scores / scores.sum(axis=-1, keepdims=True), v)
         o_proj = formats.dequantize(self.weights["o_proj"]).astype(np.float64)
-        return x.astype(np.float64) + mixed.reshape(count, -1) @ o_proj.T
+        return x.astype(np.float64) + self.residual * (mixed.reshape(count, -1) @ o_proj.T)
 
     def _project(self, normed: Any, name: str) -> Any:
         out = normed @ formats.dequantize(self.weights[f"{name}_proj"]).astype(np.float64).T
         if self.biases:
             out = out + values_of(self.weights[f"{name}_bias"])
-        return out.reshape(len(normed), -1, self.dim)
+        norm = self.weights.get(f"{name}_norm")
+        if norm is not None and self.qk_norm == "all":
+            out = norm_rows(out, norm, 1e-6)
+        out = out.reshape(len(normed), -1, self.dim)
+        return out if norm is None or self.qk_norm == "all" else norm_rows(out, norm, 1e-6)
 
     def _turned(self, heads: Any) -> Any:
         """Rotary positions, from float32 angles as the definition has them."""

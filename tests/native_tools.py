@@ -165,9 +165,11 @@ def ffn(x: Any, expert: dict[str, Weight]) -> Any:
     return (z / (1 + np.exp(-z)) * (x @ up.T)) @ down.T
 
 
-def oracle(x: Any, routing: Routing, slots: Slots, shared: dict[str, Weight]) -> Any:
+def oracle(
+    x: Any, routing: Routing, slots: Slots, shared: dict[str, Weight], multiplier: float = 1.0
+) -> Any:
     """The experts block in float64."""
-    out = x.astype(np.float64)
+    out = np.zeros(x.shape)
     for row, normed in enumerate(routing.normed.astype(np.float64)):
         pairs = zip(routing.experts[row], routing.weights[row].astype(np.float64), strict=True)
         for expert, weight in pairs:
@@ -176,4 +178,4 @@ def oracle(x: Any, routing: Routing, slots: Slots, shared: dict[str, Weight]) ->
             gate = shared.get("shared_expert_gate")
             z = 0.0 if gate is None else (formats.dequantize(gate).astype(np.float64) @ normed)[0]
             out[row] += (1 if gate is None else 1 / (1 + np.exp(-z))) * ffn(normed, shared)
-    return out
+    return x.astype(np.float64) + multiplier * out

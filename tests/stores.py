@@ -42,9 +42,11 @@ def checkpoint_values(path: Path) -> tuple[dict[str, F32], dict[tuple[int, int, 
     experts = {}
     for layer, parts in resolved.experts.items():
         for part, source in parts.items():
-            values = np.concatenate([source_values(weight) for weight in source.weights])
-            for expert, matrix in enumerate(np.split(values, len(values) // source.rows)):
-                experts[layer, expert, part] = matrix
+            values = {weight.name: source_values(weight) for weight in source.weights}
+            stored = sum(map(len, values.values()))
+            for expert in range(stored // (source.stride or source.rows)):
+                weight, first = source.of(expert)
+                experts[layer, expert, part] = values[weight.name][first : first + source.rows]
     return {name: source_values(w) for name, w in resolved.resident.items()}, experts
 
 

@@ -1,4 +1,4 @@
-"""Random small qwen2_moe checkpoints in the format that mlx-lm writes, and strategies for them.
+"""Random small checkpoints of every family in the format of mlx-lm, and strategies for them.
 
 ``write_checkpoint(path, seed, **choices)`` is deterministic: the same arguments give the same
 bytes. Every module draws from a generator of its own, so changing how one is stored leaves all
@@ -12,14 +12,18 @@ import math
 import shutil
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from families import FAMILIES
 from hypothesis import strategies as st
 
+from aegis.checkpoint.config import ModelConfig
+from aegis.checkpoint.tensor_map import ExpertNames
 from aegis.kernels import formats
+from aegis.models import family
 
 TOKENIZER = Path(__file__).parent / "goldens" / "qwen2_moe"
 
@@ -29,8 +33,9 @@ Tensor = tuple[str, np.ndarray[Any, np.dtype[Any]]]
 
 @dataclass(frozen=True)
 class Choices:
-    """A small model's shape and how it is stored."""
+    """A small model's shape and how it is stored; a family heeds what it has a word for."""
 
+    model_type: str = "qwen2_moe"
     hidden_size: int = 128
     num_hidden_layers: int = 2
     num_attention_heads: int = 4
@@ -57,6 +62,8 @@ class Choices:
     """Nothing is quantised, as in a plain bfloat16 checkpoint."""
     separate_experts: bool = False
     """``experts.N.*`` rather than stacked ``switch_mlp``."""
+    fused_experts: bool = False
+    """Gate and up projections in one tensor, where the family has such a spelling."""
     shards: int = 1
     """Above 1: that many files and an index."""
 
@@ -86,23 +93,21 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 def config_of(choices: Choices, entries: Mapping[str, int]) -> dict[str, Any]:
     """config.json; ``entries`` are the modules whose width is not the default."""
-    shape_names = set(asdict(choices)) - {
-        "bits",
-        "expert_bits",
-        "expert_code_bits",
-        "dense_router",
-        "dense",
-        "separate_experts",
-        "shards",
-    }
-    config: dict[str, Any] = {name: getattr(choices, name) for name in sorted(shape_names)}
+    names = (
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "num_experts_per_tok",
+        "vocab_size",
+        "tie_word_embeddings",
+        "model_type",
+    )
+    config: dict[str, Any] = {name: getattr(choices, name) for name in names}
+    config |= FAMILIES[choices.model_type](choices)
     config |= {
-        "architectures": ["Qwen2MoeForCausalLM"],
-        "model_type": "qwen2_moe",
         "hidden_act": "silu",
-        "intermediate_size": 256,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
         "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
@@ -110,7 +115,6 @@ def config_of(choices: Choices, entries: Mapping[str, int]) -> dict[str, Any]:
         "eos_token_id": 1,
         "pad_token_id": 2,
         "torch_dtype": "bfloat16",
-        "use_sliding_window": False,
     }
     if not choices.dense:
         quantization: dict[str, Any] = {"group_size": 64, "bits": choices.bits[0], "mode": "affine"}
@@ -131,47 +135,56 @@ class _Builder:
         return np.random.default_rng([self._seed, zlib.crc32(name.encode())])
 
     def build(self) -> None:
-        c = self._choices
-        self._linear("model.embed_tokens", (c.vocab_size, c.hidden_size), gain=8.0)
-        for layer in range(c.num_hidden_layers):
-            self._layer(f"model.layers.{layer}.")
-        self._vector("model.norm.weight", c.hidden_size, 1.0)
-        if not c.tie_word_embeddings:
-            self._linear("lm_head", (c.vocab_size, c.hidden_size), gain=2.0)
+        """Draw everything that the family's own description names."""
+        config = ModelConfig(config_of(self._choices, {}))
+        wanted = family(self._choices.model_type).tensor_map(config)
+        for entry in wanted.resident:
+            source = entry.source or entry.name
+            name = source if source.startswith("lm_head") else f"model.{source}"
+            if len(entry.shape) == 2:
+                self._resident(entry.name, name, (entry.shape[0], entry.shape[1]))
+            elif name.endswith(".bias"):
+                self._vector(name, entry.shape[0], 0.0)
+            else:
+                self._vector(f"{name}.weight", entry.shape[0], 1.0)
+        for layer in wanted.experts.layers:
+            self._experts(wanted.experts, layer)
 
-    def _layer(self, prefix: str) -> None:
-        c = self._choices
-        q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-        self._vector(prefix + "input_layernorm.weight", c.hidden_size, 1.0)
-        self._vector(prefix + "post_attention_layernorm.weight", c.hidden_size, 1.0)
-        for name, rows in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
-            self._linear(f"{prefix}self_attn.{name}", (rows, c.hidden_size))
-            if c.qkv_bias:
-                self._vector(f"{prefix}self_attn.{name}.bias", rows, 0.0)
-        self._linear(prefix + "self_attn.o_proj", (c.hidden_size, q))
-        gate = (c.num_experts, c.hidden_size)
-        self._linear(prefix + "mlp.gate", gate, gain=3.0, dense=c.dense_router)
-        self._experts(prefix + "mlp.")
-        shared = c.shared_expert_intermediate_size
-        if shared:
-            for part, shape in _expert_shapes(c.hidden_size, shared).items():
-                self._linear(f"{prefix}mlp.shared_expert.{part}", shape)
-            self._linear(prefix + "mlp.shared_expert_gate", (1, c.hidden_size))
+    def _resident(self, kind: str, name: str, shape: tuple[int, int]) -> None:
+        gate = kind.endswith(".mlp.gate")
+        gain = 3.0 if gate else {"embed_tokens": 8.0, "lm_head": 2.0}.get(kind, 1.0)
+        self._linear(name, shape, gain, dense=gate and self._choices.dense_router)
 
-    def _experts(self, prefix: str) -> None:
+    def _experts(self, names: ExpertNames, layer: int) -> None:
         c = self._choices
-        for part, shape in _expert_shapes(c.hidden_size, c.moe_intermediate_size).items():
-            name = f"{prefix}switch_mlp.{part}"
-            bits = c.expert_bits or self._draw_bits(name)
-            stacked = self._weight(
-                name, shape, bits, c.expert_code_bits or bits, stack=c.num_experts
-            )
-            if not c.separate_experts:
-                self._add(name, stacked, bits)
-                continue
-            for expert in range(c.num_experts):
-                one = {suffix: (dtype, data[expert]) for suffix, (dtype, data) in stacked.items()}
-                self._add(f"{prefix}experts.{expert}.{part}", one, bits)
+        parts = {}
+        for part, shape in names.shapes.items():
+            name = "model." + names.stacked.format(layer=layer, part=part)
+            # One tensor has one width, also where it holds two matrices.
+            drawn = name.replace("up_proj", "gate_proj") if c.fused_experts else name
+            bits = c.expert_bits or self._draw_bits(drawn)
+            code_bits = c.expert_code_bits or bits
+            parts[part] = bits, self._weight(name, shape, bits, code_bits, stack=c.num_experts)
+        if c.fused_experts and names.fused is not None:
+            both, down = (f"model.{name.format(layer=layer)}" for name in names.fused)
+            (bits, gate), (_, up) = parts["gate_proj"], parts["up_proj"]
+            self._add(both, _behind(gate, up), bits)
+            self._add(down, parts["down_proj"][1], parts["down_proj"][0])
+            return
+        for part, (bits, stacked) in parts.items():
+            if c.separate_experts:
+                self._separate(names, layer, part, bits, stacked)
+            else:
+                self._add("model." + names.stacked.format(layer=layer, part=part), stacked, bits)
+
+    def _separate(
+        self, names: ExpertNames, layer: int, part: str, bits: int, stacked: Mapping[str, Tensor]
+    ) -> None:
+        word = names.separate_parts.get(part, part)
+        for expert in range(names.num_experts):
+            one = {suffix: (dtype, data[expert]) for suffix, (dtype, data) in stacked.items()}
+            name = names.separate.format(layer=layer, part=word, expert=expert)
+            self._add(f"model.{name}", one, bits)
 
     def _draw_bits(self, name: str) -> int:
         return int(self._rng(name + ".bits").choice(self._choices.bits))
@@ -220,8 +233,12 @@ class _Builder:
         self.tensors[name] = ("BF16", formats.f32_to_bf16(values))
 
 
-def _expert_shapes(hidden: int, width: int) -> dict[str, tuple[int, int]]:
-    return {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)}
+def _behind(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Two stacked weights as one: each expert's rows of the second behind those of the first."""
+    return {
+        suffix: (dtype, np.concatenate([data, second[suffix][1]], axis=1))
+        for suffix, (dtype, data) in first.items()
+    }
 
 
 def _write_files(folder: Path, tensors: Mapping[str, Tensor], shards: int) -> None:
@@ -262,6 +279,7 @@ def checkpoint_choices(draw: st.DrawFn, /, **fixed: Any) -> Choices:
     heads = kv_heads * draw(st.sampled_from([2, 4] if head_dim == 32 else [1, 2, 3]))
     experts = draw(st.integers(2, 12))
     choices = Choices(
+        model_type=draw(st.sampled_from(sorted(FAMILIES))),
         hidden_size=64 * draw(st.integers(1, 3)),
         num_hidden_layers=draw(st.integers(1, 3)),
         num_attention_heads=heads,
@@ -278,6 +296,7 @@ def checkpoint_choices(draw: st.DrawFn, /, **fixed: Any) -> Choices:
         bits=draw(st.permutations([3, 4, 8]).flatmap(_prefixes)),
         dense_router=draw(st.booleans()),
         separate_experts=draw(st.booleans()),
+        fused_experts=draw(st.booleans()),
         shards=draw(st.integers(1, 3)),
     )
     return replace(choices, **fixed)

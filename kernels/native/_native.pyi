@@ -41,6 +41,7 @@ class Experts:
         shared_gate: LinearDesc | None,
         scratch: int,
         scratch_nbytes: int,
+        residual: float = 1.0,
     ) -> None: ...
     def begin(
         self,
@@ -137,6 +138,11 @@ class Attention:
         o: LinearDesc,
         scratch: int,
         scratch_nbytes: int,
+        q_norm: int = 0,
+        k_norm: int = 0,
+        norm_per_head: bool = False,
+        scale: float | None = None,
+        residual: float = 1.0,
     ) -> None: ...
     def __call__(self, x: NDArray[np.float32], cache: KVCache, start: int) -> None: ...
 
@@ -177,6 +183,7 @@ class Head:
         max_rows: int,
         scratch: int,
         scratch_nbytes: int,
+        scaling: float = 1.0,
     ) -> None: ...
     def __call__(self, x: NDArray[np.float32], logits: NDArray[np.float32]) -> None: ...
 
@@ -185,6 +192,7 @@ def gather(
     ids: NDArray[np.int32],
     ranges: NDArray[np.uint8] | None,
     out: NDArray[np.float32],
+    multiplier: float = 1.0,
 ) -> None: ...
 def rms_norm(
     x: NDArray[np.float32], weight: NDArray[np.float32], eps: float, out: NDArray[np.float32]

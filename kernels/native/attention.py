@@ -45,10 +45,10 @@ class NativeAttention:
         weights: Mapping[str, Weight],
     ) -> None:
         self._weights = dict(weights)
-        if weights["norm"].shape != (spec.hidden_size,):
-            raise ValueError(
-                f"input norm has shape {weights['norm'].shape}, expected ({spec.hidden_size},)"
-            )
+        _check_norms(spec, weights)
+        qk_norm = (0, 0)
+        if spec.qk_norm != "none":
+            qk_norm = vector_address(weights["q_norm"]), vector_address(weights["k_norm"])
         q, k, v = (linear_desc(weights[f"{n}_proj"], weights.get(f"{n}_bias")) for n in "qkv")
         self._workspace = workspace
         self._block = _native.Attention(
@@ -68,9 +68,28 @@ class NativeAttention:
             o=linear_desc(weights["o_proj"]),
             scratch=workspace.scratch,
             scratch_nbytes=workspace.scratch_nbytes,
+            q_norm=qk_norm[0],
+            k_norm=qk_norm[1],
+            norm_per_head=spec.qk_norm == "head",
+            scale=spec.scale,
+            residual=spec.residual_multiplier,
         )
 
     def __call__(self, x: F32, cache: KVCache, start: int) -> F32:
         """x [T, H] at positions start.. is updated in place and returned."""
         self._block(x, cast(NativeKVCache, cache).native, start)
         return x
+
+
+def _check_norms(spec: AttentionSpec, weights: Mapping[str, Weight]) -> None:
+    """Raise unless every norm has as many channels as what it is for."""
+    expected = {"norm": spec.hidden_size}
+    if spec.qk_norm != "none":
+        every = spec.qk_norm == "all"
+        expected["q_norm"] = spec.head_dim * (spec.num_attention_heads if every else 1)
+        expected["k_norm"] = spec.head_dim * (spec.num_key_value_heads if every else 1)
+    for name, channels in expected.items():
+        if weights[name].shape != (channels,):
+            raise ValueError(
+                f"attention {name} has shape {weights[name].shape}, expected ({channels},)"
+            )

@@ -25,6 +25,7 @@ class NativeEmbedding:
         fmt: Format,
         layout: Layout,
         table: Weight | None,
+        multiplier: float = 1.0,
     ) -> None:
         if layout != "il16":
             raise ValueError(f"the native backend reads layout il16, not {layout}")
@@ -38,6 +39,7 @@ class NativeEmbedding:
         self._table = table
         self._desc = located_desc(0, shape, fmt) if table is None else linear_desc(table)
         self._hidden: F32 = workspace.hidden
+        self._multiplier = multiplier
 
     def row_offset(self, token_id: int) -> int:
         """Where the range of this id starts in the stored table."""
@@ -49,10 +51,10 @@ class NativeEmbedding:
         """ids [T] to rows [T, H], in the workspace's residual stream."""
         if self._table is None:
             raise ValueError("the embedding table is on disk: read its rows and use from_rows")
-        _native.gather(self._desc, ids, None, self._hidden)
+        _native.gather(self._desc, ids, None, self._hidden, self._multiplier)
         return self._hidden[: len(ids)]
 
     def from_rows(self, ids: I32, rows: NDArray[np.uint8]) -> F32:
         """The same from ranges [T, row_nbytes] read from disk."""
-        _native.gather(self._desc, ids, rows, self._hidden)
+        _native.gather(self._desc, ids, rows, self._hidden, self._multiplier)
         return self._hidden[: len(ids)]

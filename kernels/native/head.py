@@ -43,6 +43,7 @@ class NativeHead:
             max_rows=workspace.spec.max_logit_rows,
             scratch=workspace.scratch,
             scratch_nbytes=workspace.scratch_nbytes,
+            scaling=spec.logits_scaling,
         )
 
     def __call__(self, x: F32) -> F32:

@@ -60,6 +60,7 @@ class NativeExperts:
             None if gate is None else linear_desc(gate),
             workspace.scratch,
             workspace.scratch_nbytes,
+            spec.residual_multiplier,
         )
         self._x: F32 | None = None
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +14,20 @@ import pytest
 
 from aegis import Engine
 from aegis.kernels import registry
+from aegis.kernels.base import Array, RouterBlock, Routing
+from aegis.models import supported
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 SMOLMOE: dict[str, Any] = json.loads((GOLDENS / "smolmoe-135m" / "golden.json").read_text())
-QWEN2: dict[str, Any] = json.loads((GOLDENS / "qwen2_moe" / "golden.json").read_text())
+RANDOM = ("granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+"""Small random checkpoints, one for each family."""
 CASES = {case["name"]: case for case in SMOLMOE["prompts"]}
 
 LOGITS_WITHIN = 2e-3
 """Of the logits' standard deviation."""
 NLL_WITHIN = 1e-3
+MARGIN_ABOVE = 3e-4
+"""Two experts whose scores are closer than this may rightly be chosen either way."""
 
 BACKENDS = [name for name, reason in registry.available() if reason is None]
 THOROUGH = [name for name in BACKENDS if name != "mlx" or registry.why_not_auto("mlx") is None]
@@ -38,13 +45,17 @@ def smolmoe(request: pytest.FixtureRequest, cache: Path) -> Iterator[Engine]:
         yield engine
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
-def qwen2_moe(request: pytest.FixtureRequest, cache: Path) -> Iterator[Engine]:
-    """The small random checkpoint: untied, norm_topk_prob false."""
-    cap = {"mlx": "8GiB"}.get(request.param, "400MiB")
-    options = {"backend": request.param, "activations": "f32"}
-    with Engine.open(GOLDENS / "qwen2_moe", cap=cap, **options) as engine:
-        yield engine
+@pytest.fixture(
+    scope="module",
+    params=[(name, backend) for name in RANDOM for backend in BACKENDS],
+    ids=lambda param: "-".join(param),
+)
+def random_model(request: pytest.FixtureRequest, cache: Path) -> Iterator[tuple[str, Engine]]:
+    """A family and its small random checkpoint."""
+    name, backend = request.param
+    cap = {"mlx": "8GiB"}.get(backend, "400MiB")
+    with Engine.open(GOLDENS / name, cap=cap, backend=backend, activations="f32") as engine:
+        yield name, engine
 
 
 def check_step(
@@ -101,15 +112,66 @@ def test_the_mean_nll_is_the_golden_one(smolmoe: Engine) -> None:
     assert abs(float(nll.mean(dtype=np.float64)) - golden["mean_nll"]) <= NLL_WITHIN
 
 
-@pytest.mark.parametrize("index", range(len(QWEN2["prompts"])))
-def test_a_random_checkpoint_gives_its_goldens(qwen2_moe: Engine, index: int) -> None:
-    case = QWEN2["prompts"][index]
-    arrays = np.load(GOLDENS / "qwen2_moe" / "golden.npz")
-    expected = arrays[f"p{index}_logits"]
-    logits = qwen2_moe.score(case["ids"])[0]
+def test_every_family_has_goldens() -> None:
+    assert sorted(RANDOM) == supported()
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_a_random_checkpoint_gives_its_goldens(
+    random_model: tuple[str, Engine], index: int
+) -> None:
+    name, engine = random_model
+    case = json.loads((GOLDENS / name / "golden.json").read_text())["prompts"][index]
+    expected = np.load(GOLDENS / name / "golden.npz")[f"p{index}_logits"]
+    logits = engine.score(case["ids"])[0]
     check_step(logits, float(expected.std()), case["top20_ids"], case["top20_logits"])
-    assert np.abs(logits - expected).max() <= LOGITS_WITHIN * expected.std()
-    tokens = list(qwen2_moe.generate(case["ids"], max_tokens=24, ignore_eos=True))
+    difference = logits - expected
+    assert np.abs(difference).max() <= LOGITS_WITHIN * expected.std()
+    assert np.sqrt(np.mean(difference**2)) <= LOGITS_WITHIN / 4 * expected.std()
+    tokens = list(engine.generate(case["ids"], max_tokens=24, ignore_eos=True))
     assert tokens == case["greedy_ids"]
     if case["mean_nll"] is not None:
-        assert abs(float(qwen2_moe.nll(case["ids"]).mean()) - case["mean_nll"]) <= NLL_WITHIN
+        assert abs(float(engine.nll(case["ids"]).mean()) - case["mean_nll"]) <= NLL_WITHIN
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_a_random_checkpoint_chooses_the_golden_experts(
+    random_model: tuple[str, Engine], index: int
+) -> None:
+    name, engine = random_model
+    arrays = np.load(GOLDENS / name / "golden.npz")
+    ids: list[int] = arrays[f"p{index}_ids"].tolist()
+    with spied(engine) as spies:
+        # A token behind the prompt: it makes a chunk of rows of a single one, and changes none.
+        engine.score([*ids, 9])
+    for spy, expected, margin in zip(
+        spies, arrays[f"p{index}_experts"], arrays[f"p{index}_router_margin"], strict=True
+    ):
+        found = np.concatenate(spy.chosen)[: len(ids)]
+        assert found.shape == expected.shape
+        assert (found == expected).all(axis=1)[margin > MARGIN_ABOVE].all()
+
+
+class Spy:
+    """A router block that remembers what was chosen, int32 [rows, K] per call."""
+
+    def __init__(self, router: RouterBlock) -> None:
+        self.router, self.chosen = router, list[Any]()
+
+    def __call__(self, x: Array, candidates: int) -> Routing:
+        routing = self.router(x, candidates)
+        self.chosen.append(routing.experts.copy())
+        return routing
+
+
+@contextmanager
+def spied(engine: Engine) -> Iterator[list[Spy]]:
+    """A spy in every layer of the decoder, for as long as the block runs."""
+    layers: Any = engine._opened.decoder.layers
+    before = list(layers)
+    spies = [Spy(layer.router) for layer in before]
+    layers[:] = [replace(layer, router=spy) for layer, spy in zip(before, spies, strict=True)]
+    try:
+        yield spies
+    finally:
+        layers[:] = before

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_tools import Result, Way, difference, prompts, result_of, store_of, ways
+from families import FAMILIES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from strategies import Choices, checkpoint_choices, seeds
@@ -84,20 +85,24 @@ several_ways = st.lists(ways(isas=[None, *ISAS]), min_size=2, max_size=4)
 
 
 @needs_native
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
-@given(checkpoint_choices(), seeds, several_ways, prompts(PROMPT))
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+@settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data(), seeds, several_ways, prompts(PROMPT))
 def test_native_gives_the_same_bits_in_every_way(
-    choices: Choices, seed: int, plan: list[Way], ids: list[int]
+    model_type: str, data: st.DataObject, seed: int, plan: list[Way], ids: list[int]
 ) -> None:
+    choices = data.draw(checkpoint_choices(model_type=model_type))
     with store_of(choices, seed) as store:
         check_ways(store, choices, [for_model(way, choices) for way in plan], ids, backend="native")
 
 
-@settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow])
-@given(checkpoint_choices(), seeds, several_ways, prompts(24))
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+@settings(max_examples=3, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data(), seeds, several_ways, prompts(24))
 def test_reference_gives_the_same_bits_in_every_way(
-    choices: Choices, seed: int, plan: list[Way], ids: list[int]
+    model_type: str, data: st.DataObject, seed: int, plan: list[Way], ids: list[int]
 ) -> None:
+    choices = data.draw(checkpoint_choices(model_type=model_type))
     with store_of(choices, seed) as store:
         ways_here = [for_model(way, choices) for way in plan]
         check_ways(store, choices, ways_here, ids, backend="reference")

@@ -7,12 +7,12 @@ import pytest
 
 pytest.importorskip("aegis.kernels.native._native", exc_type=ImportError)
 
-from attention_tools import POOLS, Attention, chunkings, same_bits
+from attention_tools import POOLS, Attention, chunkings, same_bits, vector
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_tools import aligned, isa, normal
 
-from aegis.kernels.base import KVSpec
+from aegis.kernels.base import KVSpec, QKNorm
 from aegis.kernels.native import _native
 from aegis.kernels.native.attention import NativeKVCache
 
@@ -28,6 +28,9 @@ layers = st.builds(
     bits=st.sampled_from([3, 4, 8]),
     biases=st.booleans(),
     seed=st.integers(0, 1000),
+    qk_norm=st.sampled_from(["none", "head", "all"]),
+    scale=st.sampled_from([None, 0.3]),
+    residual=st.sampled_from([1.0, 0.22]),
 )
 
 
@@ -49,6 +52,14 @@ def test_matches_float64(heads: int, kv_heads: int, dim: int, rotary: int) -> No
 @pytest.mark.parametrize("bits", [3, 8, 0])
 def test_matches_float64_in_every_format(bits: int) -> None:
     layer = Attention(bits=bits, biases=bits == 8)
+    x = rows(40)
+    np.testing.assert_allclose(layer.run(x, POOLS[1], [33, 7]), layer.oracle(x), atol=2e-5)
+
+
+@pytest.mark.parametrize("qk_norm", ["head", "all"])
+@pytest.mark.parametrize("dim", [16, 48, 64])
+def test_matches_float64_with_normed_heads_and_multipliers(qk_norm: QKNorm, dim: int) -> None:
+    layer = Attention(dim=dim, rotary=16, qk_norm=qk_norm, scale=0.3, residual=0.22)
     x = rows(40)
     np.testing.assert_allclose(layer.run(x, POOLS[1], [33, 7]), layer.oracle(x), atol=2e-5)
 
@@ -76,9 +87,22 @@ def test_token_by_token_equals_a_single_call() -> None:
     assert same_bits(layer.run(x, POOLS[1], 280 * [1]), layer.run(x, POOLS[1], [280]))
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 32), (12, 1, 48), (10, 2, 64)])
-def test_every_instruction_set_gives_the_same_bits(heads: int, kv_heads: int, dim: int) -> None:
-    layer = Attention(heads=heads, kv_heads=kv_heads, dim=dim, context=272, max_tokens=272)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "qk_norm"),
+    [(4, 2, 32, "none"), (12, 1, 48, "head"), (10, 2, 64, "all")],
+)
+def test_every_instruction_set_gives_the_same_bits(
+    heads: int, kv_heads: int, dim: int, qk_norm: QKNorm
+) -> None:
+    layer = Attention(
+        heads=heads,
+        kv_heads=kv_heads,
+        dim=dim,
+        context=272,
+        max_tokens=272,
+        qk_norm=qk_norm,
+        residual=1.0 if qk_norm == "none" else 0.22,
+    )
     x = rows(270)
     results = []
     for each in ISAS:
@@ -148,4 +172,13 @@ def test_weights_of_another_shape_are_refused() -> None:
     layer = Attention()
     layer.weights["o_proj"] = layer.weights["k_proj"]
     with pytest.raises(ValueError, match="o_proj"):
+        layer.block(POOLS[0])
+
+
+@pytest.mark.parametrize("name", ["norm", "q_norm", "k_norm"])
+@pytest.mark.parametrize("qk_norm", ["head", "all"])
+def test_norms_of_another_size_are_refused(name: str, qk_norm: QKNorm) -> None:
+    layer = Attention(qk_norm=qk_norm)
+    layer.weights[name] = vector([1.0] * 16)
+    with pytest.raises(ValueError, match=f"attention {name} has shape"):
         layer.block(POOLS[0])

@@ -56,6 +56,15 @@ def test_rows_are_the_exact_ones_rounded_once(bits: int, dtype: str) -> None:
     assert same_bits(block(weight)(IDS), exact[IDS])
 
 
+def test_rows_are_multiplied_last() -> None:
+    weight, space = table(4, "bf16"), workspace(hidden_size=HIDDEN, max_tokens=16)
+    plain = block(weight)(IDS).copy()
+    multiplied = NativeEmbedding(space, (VOCAB, HIDDEN), weight.format, "il16", weight, 0.3)
+    assert same_bits(multiplied(IDS), plain * np.float32(0.3))
+    read = multiplied.from_rows(IDS, ranges(weight, multiplied, IDS))
+    assert same_bits(read, plain * np.float32(0.3))
+
+
 @pytest.mark.parametrize(("bits", "dtype"), FORMATS)
 def test_memory_disk_and_every_instruction_set_give_the_same_bits(bits: int, dtype: str) -> None:
     weight = table(bits, dtype)

@@ -1,5 +1,6 @@
 """Native experts block: any order, split, thread count and instruction set give the same bits."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -38,9 +39,16 @@ POOLS = [_native.Pool(n) for n in (1, 2, 4)]
 class Case:
     """A random block with everything around it."""
 
-    def __init__(self, seed: int, shared: str = "gated", bits: tuple[int, int, int] = (4, 4, 4)):
+    def __init__(
+        self,
+        seed: int,
+        shared: str = "gated",
+        bits: tuple[int, int, int] = (4, 4, 4),
+        multiplier: float = 1.0,
+    ) -> None:
         self.rng = rng = np.random.default_rng(seed)
-        self.spec = experts_spec(128, 192, 7, 3, 64 if shared != "none" else 0, bits)
+        spec = experts_spec(128, 192, 7, 3, 64 if shared != "none" else 0, bits)
+        self.spec = replace(spec, residual_multiplier=multiplier)
         self.shared = _shared(rng, shared)
         self.arrays = [
             {name: random_arrays(rng, s.shape, s.format) for name, s in self.spec.segments.items()}
@@ -87,20 +95,25 @@ def pieces(block: NativeExperts, x: Any, routing: Routing, slots: Slots, rng: An
 
 @pytest.mark.parametrize("shared", ["gated", "ungated", "none"])
 @pytest.mark.parametrize("rows", [1, 5, 70])
-def test_agrees_with_float64(shared: str, rows: int) -> None:
-    case = Case(rows, shared, (4, 3, 8))
+@pytest.mark.parametrize("multiplier", [1.0, 0.22])
+def test_agrees_with_float64(shared: str, rows: int, multiplier: float) -> None:
+    case = Case(rows, shared, (4, 3, 8), multiplier)
     x, routing = normal(case.rng, rows, 128), random_routing(case.rng, case.spec, rows)
     got = fused(case.block(), x, routing, case.slots)
-    np.testing.assert_allclose(got, oracle(x, routing, case.slots, case.shared), rtol=0, atol=2e-5)
+    exact = oracle(x, routing, case.slots, case.shared, multiplier)
+    np.testing.assert_allclose(got, exact, rtol=0, atol=2e-5)
 
 
 @given(
     st.integers(0, 2**32),
     st.sampled_from(["gated", "ungated", "none"]),
     st.sampled_from([1, 2, 5, 8, 9, 30, 90, MAX_TOKENS]),
+    st.sampled_from([1.0, 0.22]),
 )
-def test_same_bits_however_it_is_computed(seed: int, shared: str, rows: int) -> None:
-    case = Case(seed, shared)
+def test_same_bits_however_it_is_computed(
+    seed: int, shared: str, rows: int, multiplier: float
+) -> None:
+    case = Case(seed, shared, multiplier=multiplier)
     x, routing = normal(case.rng, rows, 128), random_routing(case.rng, case.spec, rows)
     block = case.block()
     expected = fused(block, x, routing, case.slots)

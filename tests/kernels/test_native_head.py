@@ -54,6 +54,14 @@ def test_row_count_threads_and_instruction_set_never_change_a_bit() -> None:
                 assert same_bits(single, whole)
 
 
+@pytest.mark.parametrize("threads", range(len(POOLS)))
+def test_logits_are_divided_last(threads: int) -> None:
+    given, space = weights(), workspace(hidden_size=HIDDEN, vocab_size=VOCAB, max_logit_rows=ROWS)
+    plain = block(given)(rows()).copy()
+    head = NativeHead(POOLS[threads], space, HeadSpec(HIDDEN, VOCAB, 1e-6, 6.0), given)
+    assert same_bits(head(rows()), plain / np.float32(6))
+
+
 def test_too_many_rows_are_refused() -> None:
     with pytest.raises(ValueError, match="21 rows of logits"):
         block(weights())(rows(21))

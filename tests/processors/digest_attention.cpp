@@ -76,6 +76,8 @@ void rotary_cases() {
 
 struct AttentionShape {
   int64_t heads, kv_heads, dim;
+  bool normed = false;    // queries and keys, and with multipliers
+  bool per_head = false;
 };
 
 // A prompt in uneven pieces over more than one block of positions, then single tokens.
@@ -101,6 +103,12 @@ void attention_case(aegis::Pool& pool, AttentionShape shape) {
   spec.inv_freq = numbers(random, shape.dim / 2);
   spec.norm = norm.data();
   spec.q = q.desc, spec.k = k.desc, spec.v = v.desc, spec.o = o.desc;
+  const std::vector<float> q_norm = numbers(random, q_rows), k_norm = numbers(random, kv_rows);
+  if (shape.normed) {
+    spec.qk_norm = {q_norm.data(), k_norm.data(), shape.per_head};
+    spec.scale = 0.3f;
+    spec.residual = 0.22f;
+  }
   const int64_t nbytes = static_cast<int64_t>(scratch.size()) * 4;
   const aegis::AttentionBlock block(pool, spec, aegis::Scratch(scratch.data(), nbytes));
   const aegis::KVView view{cache.data(), cache.data() + shape.kv_heads * context * shape.dim, context,
@@ -116,7 +124,8 @@ void attention_case(aegis::Pool& pool, AttentionShape shape) {
   Digest digest;
   digest.add(x.data(), context * hidden);
   report("attention " + std::to_string(shape.heads) + " " + std::to_string(shape.kv_heads) + " " +
-             std::to_string(shape.dim),
+             std::to_string(shape.dim) + (shape.normed ? " normed" : "") +
+             (shape.per_head ? " per head" : ""),
          digest);
 }
 
@@ -149,7 +158,9 @@ void attention_cases(aegis::Pool& pool) {
   elementwise_cases();
   norm_cases();
   rotary_cases();
-  for (AttentionShape shape : {AttentionShape{4, 4, 16}, {6, 2, 32}, {8, 1, 64}, {2, 1, 128}, {1, 1, 256}})
+  for (AttentionShape shape :
+       {AttentionShape{4, 4, 16}, {6, 2, 32}, {8, 1, 64}, {2, 1, 128}, {1, 1, 256},
+        {4, 4, 16, true}, {6, 2, 32, true, true}, {2, 1, 128, true, true}})
     attention_case(pool, shape);
 }
 
@@ -188,7 +199,7 @@ void router_cases(aegis::Pool& pool) {
   const std::vector<float> x = numbers(random, rows * hidden);
   std::vector<float> logits(rows * vocabulary);
   const aegis::HeadBlock head(pool, norm.data(), 1e-6f, lm_head.desc, rows,
-                              aegis::Scratch(scratch.data(), nbytes));
+                              aegis::Scratch(scratch.data(), nbytes), 6.0f);
   Digest digest;
   for (int64_t tokens : {int64_t{1}, rows}) {
     {

@@ -100,7 +100,7 @@ void experts_case(aegis::Pool& pool, Random& random, Kind gate, Kind down, DType
   Bytes scratch(nbytes);
   aegis::Experts block(pool, shape, {slots.bytes.data(), slots.stride, kExperts}, slots.parts,
                        shared ? &shared_parts : nullptr, shared == 2 ? &sigmoid_gate.desc : nullptr,
-                       scratch.data(), nbytes);
+                       scratch.data(), nbytes, shared == 1 ? 0.22f : 1.0f);
   const std::string name = std::string("experts ") + name_of(gate) + " " + name_of(down) + " " +
                            name_of(dtype) + (shared == 2 ? " gated" : shared ? " shared" : "");
   for (Range range : {Range::ordinary, Range::wide, Range::tiny})

@@ -51,7 +51,7 @@ enum class Elementwise : int { exp, sigmoid, silu, sin, cos };
 struct AttentionTable {
   // y[i] = f(x[i])
   void (*elementwise)(Elementwise f, const float* x, int64_t n, float* y);
-  // y = w * (x / sqrt(mean(x^2) + eps)); n is a multiple of 64.
+  // y = w * (x / sqrt(mean(x^2) + eps)); n is a multiple of 16, y may be x.
   void (*rms_norm)(const float* x, const float* w, float eps, int64_t n, float* y);
   // cosine[i], sine[i] of float(position * inv_freq[i]).
   void (*rotary_angles)(int64_t position, const float* inv_freq, int64_t half, float* cosine,

@@ -20,7 +20,15 @@ class Scratch {
   int64_t left_;
 };
 
-// x += o_proj(attention(rope(qkv(rms_norm(x))))), keys and values appended to a cache.
+// What queries and keys are normed by ahead of the rotation; null: not at all.
+struct QKNorm {
+  const float* q = nullptr;
+  const float* k = nullptr;
+  bool per_head = false;  // else over all heads together
+};
+
+// x += residual * o_proj(attention(rope(qk_norm(qkv(rms_norm(x)))))), keys and values appended to a
+// cache. The last sum is fma(residual, out, x).
 class AttentionBlock {
  public:
   struct Spec {
@@ -29,6 +37,9 @@ class AttentionBlock {
     std::vector<float> inv_freq;
     const float* norm;
     LinearDesc q, k, v, o;
+    QKNorm qk_norm;
+    std::optional<float> scale;  // of scores; else 1 / sqrt(dim)
+    float residual = 1.0f;
   };
 
   AttentionBlock(Pool& pool, Spec spec, Scratch scratch);
@@ -45,6 +56,7 @@ class AttentionBlock {
   struct Call;
 
   void project(Team& team, const Call& call) const;
+  void norm_projections(Team& team, const Call& call) const;
   void place(Team& team, const Call& call) const;
   void place_head(const Call& call, int64_t row, int64_t head) const;
   void attend_rows(Team& team, const Call& call) const;
@@ -107,11 +119,11 @@ class RouterBlock {
   int32_t* counts_;
 };
 
-// Final norm and the projection to the vocabulary.
+// Final norm and the projection to the vocabulary, whose results are divided by `scaling`.
 class HeadBlock {
  public:
   HeadBlock(Pool& pool, const float* norm, float eps, LinearDesc lm_head, int64_t max_rows,
-            Scratch scratch);
+            Scratch scratch, float scaling = 1.0f);
 
   const LinearDesc& lm_head() const { return lm_head_; }
   int64_t max_rows() const { return max_rows_; }
@@ -123,6 +135,7 @@ class HeadBlock {
   float eps_;
   LinearDesc lm_head_;
   int64_t max_rows_;
+  float scaling_;
   float *normed_, *sums_;
 };
 

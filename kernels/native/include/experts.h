@@ -1,8 +1,9 @@
 // The experts block: routed SwiGLU experts in slots, an optional shared expert, and the residual.
 //
 // Per row: acc = 0; for its experts in ascending id acc = fma(weight, expert(x), acc); then the
-// shared expert with weight sigmoid(gate) or 1; then out = x + acc. Up to kUnorderedRows rows the
-// experts may be added in any order, because each result is kept and summed at the end.
+// shared expert with weight sigmoid(gate) or 1; then out = fma(residual, acc, x), which is x + acc
+// for a residual multiplier of 1. Up to kUnorderedRows rows the experts may be added in any order,
+// because each result is kept and summed at the end.
 #pragma once
 
 #include <cstdint>
@@ -39,7 +40,8 @@ class Experts {
 public:
     // Scratch is a range of the workspace; refused where it is smaller than scratch_nbytes(shape).
     Experts(Pool& pool, const ExpertsShape& shape, const SlotRange& slots, const ExpertDescs& routed,
-            const ExpertDescs* shared, const LinearDesc* shared_gate, uint8_t* scratch, int64_t scratch_nbytes);
+            const ExpertDescs* shared, const LinearDesc* shared_gate, uint8_t* scratch, int64_t scratch_nbytes,
+            float residual = 1.0f);
 
     static int64_t scratch_nbytes(const ExpertsShape& shape);
 
@@ -92,6 +94,7 @@ private:
     ExpertDescs shared_;
     LinearDesc shared_gate_;
     bool has_shared_, has_gate_;
+    float residual_;
 
     float *sums_, *acc_, *partial_, *shared_out_, *gates_, *act_, *act_sums_, *shared_act_, *shared_act_sums_;
     float *scaled_, *scaled_act_;  // the same of a single row, for TileArgs::scaled

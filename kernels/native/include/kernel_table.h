@@ -39,8 +39,6 @@ struct KernelTable {
     void (*silu_mul)(const float* gate, const float* up, float* out, int64_t n);
     // y = fma(weight, x, y); n is a multiple of 16.
     void (*axpy)(float weight, const float* x, float* y, int64_t n);
-    // out = a + b; n is a multiple of 16.
-    void (*add)(const float* a, const float* b, float* out, int64_t n);
     float (*sigmoid)(float x);
     // Measuring only: reads memory as fast as it can; and a loop of independent FMAs, returning their number.
     float (*read_probe)(const float* x, int64_t n);

@@ -53,6 +53,7 @@ struct LinearJob {
     int64_t ld_out;
     const float* add = nullptr;
     int64_t ld_add = 0;
+    const float* weight = nullptr;  // if given, `add` is `out`: out = fma(weight, product, out)
 };
 
 // Part of a dispatch: all jobs for `tokens` rows, shared over the team; returns when all of it is done.

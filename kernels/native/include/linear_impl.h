@@ -256,10 +256,6 @@ static void axpy(float weight, const float* x, float* y, int64_t n) {
   for (int64_t i = 0; i < n; i += kLanes) store(y + i, fma(w, load(x + i), load(y + i)));
 }
 
-static void add_rows(const float* a, const float* b, float* out, int64_t n) {
-  for (int64_t i = 0; i < n; i += kLanes) store(out + i, add(load(a + i), load(b + i)));
-}
-
 static float sigmoid_of(float x) { return sigmoid1(x); }
 
 // The limit that kernels are compared with. Its distance is its own: at kPrefetchAhead into L1 it
@@ -304,7 +300,6 @@ static KernelTable make_table(const char* name) {
   table.row_sums = row_sums;
   table.silu_mul = silu_mul;
   table.axpy = axpy;
-  table.add = add_rows;
   table.sigmoid = sigmoid_of;
   table.read_probe = read_probe;
   table.fma_probe = fma_probe;

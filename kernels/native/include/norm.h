@@ -9,9 +9,16 @@ namespace aegis::AEGIS_ISA {
 static void rms_norm(const float* x, const float* w, float eps, int64_t n, float* y) {
   // Four chains of 16 lanes hide the FMA's latency; their order is part of the definition.
   f32x16 acc[4] = {zero(), zero(), zero(), zero()};
-  for (int64_t i = 0; i < n; i += 64)
+  const int64_t whole = n / 64 * 64;
+  for (int64_t i = 0; i < whole; i += 64)
     for (int c = 0; c < 4; ++c) {
       const f32x16 v = load(x + i + 16 * c);
+      acc[c] = fma(v, v, acc[c]);
+    }
+  // A head may end within a round of the chains.
+  for (int c = 0; c < 3; ++c)
+    if (whole + 16 * c < n) {
+      const f32x16 v = load(x + whole + 16 * c);
       acc[c] = fma(v, v, acc[c]);
     }
   const float sum = reduce_add(add(add(acc[0], acc[1]), add(acc[2], acc[3])));

@@ -120,9 +120,23 @@ void AttentionBlock::project(Team& team, const Call& call) const {
                             {&spec_.k, in, k_, padded_ld(kv_dim())},
                             {&spec_.v, in, v_, padded_ld(kv_dim())}};
   linear_phase(team, jobs, 3, call.tokens);
+  if (spec_.qk_norm.q && !spec_.qk_norm.per_head) norm_projections(team, call);
 }
 
-// Rotates queries and keys and appends keys and values. An item is the rows of one key vector (16
+// Each row's queries, then its keys, over all of their heads.
+void AttentionBlock::norm_projections(Team& team, const Call& call) const {
+  const AttentionTable& table = kernels().attention;
+  team.each(2 * call.tokens, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; ++item) {
+      const bool keys = item % 2;
+      const int64_t n = keys ? kv_dim() : q_dim();
+      float* row = (keys ? k_ : q_) + item / 2 * padded_ld(n);
+      table.rms_norm(row, keys ? spec_.qk_norm.k : spec_.qk_norm.q, spec_.eps, n, row);
+    }
+  });
+}
+
+// Norms heads, rotates queries and keys and appends keys and values. An item is the rows of one key vector (16
 // aligned positions) and one kv head, so no two threads write to one line of the cache.
 void AttentionBlock::place(Team& team, const Call& call) const {
   const int64_t first = call.start / kKeyLanes;
@@ -143,12 +157,16 @@ void AttentionBlock::place_head(const Call& call, int64_t row, int64_t head) con
   const int64_t half = static_cast<int64_t>(spec_.inv_freq.size());
   const float* cosine = angles_ + row * dim;
   const float* sine = cosine + half;
-  const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
-  float* q = q_ + row * padded_ld(q_dim()) + head * group() * dim;
-  for (int64_t h = 0; h < group(); ++h)
-    table.rotate(q + h * dim, cosine, sine, half, dim, scale, q + h * dim);
+  const float scale = spec_.scale.value_or(1.0f / std::sqrt(static_cast<float>(dim)));
+  const QKNorm& norm = spec_.qk_norm;
+  float* queries = q_ + row * padded_ld(q_dim()) + head * group() * dim;
+  for (float* q = queries; q < queries + group() * dim; q += dim) {
+    if (norm.per_head) table.rms_norm(q, norm.q, spec_.eps, dim, q);
+    table.rotate(q, cosine, sine, half, dim, scale, q);
+  }
 
   float* k = k_ + row * padded_ld(kv_dim()) + head * dim;
+  if (norm.per_head) table.rms_norm(k, norm.k, spec_.eps, dim, k);
   table.rotate(k, cosine, sine, half, dim, 1.0f, k);
   const int64_t position = call.start + row;
   float* keys = call.cache.head_keys(head) + position / kKeyLanes * kKeyLanes * dim;
@@ -233,7 +251,8 @@ void AttentionBlock::sum_rows(Team& team, const Call& call) const {
 
 void AttentionBlock::finish(Team& team, const Call& call) const {
   const Rows in{wide_, ld_wide_, sums_, ld_sums_};
-  const LinearJob job{&spec_.o, in, call.x, spec_.hidden, call.x, spec_.hidden};
+  LinearJob job{&spec_.o, in, call.x, spec_.hidden, call.x, spec_.hidden};
+  if (spec_.residual != 1.0f) job.weight = &spec_.residual;
   linear_phase(team, &job, 1, call.tokens);
 }
 

@@ -42,14 +42,22 @@ void unlocked(int64_t rows, F&& f) {
   }
 }
 
-AttentionBlock make_attention(Pool& pool, int64_t hidden, int64_t heads, int64_t kv_heads,
-                              int64_t dim, int64_t max_tokens, int64_t context, float eps,
-                              std::vector<float> inv_freq, uintptr_t norm, const LinearDesc& q,
-                              const LinearDesc& k, const LinearDesc& v, const LinearDesc& o,
-                              uintptr_t scratch, int64_t scratch_nbytes) {
-  AttentionBlock::Spec spec{hidden,   heads, kv_heads, dim, max_tokens, context, eps,
-                            inv_freq, at<const float>("a norm", norm), q, k, v, o};
-  return AttentionBlock(pool, std::move(spec), Scratch(at<float>("scratch", scratch), scratch_nbytes));
+QKNorm make_qk_norm(uintptr_t q, uintptr_t k, bool per_head) {
+  if (!q && !k) return {};
+  return {at<const float>("a query norm", q), at<const float>("a key norm", k), per_head};
+}
+
+void make_attention(AttentionBlock* self, Pool& pool, int64_t hidden, int64_t heads,
+                    int64_t kv_heads, int64_t dim, int64_t max_tokens, int64_t context, float eps,
+                    std::vector<float> inv_freq, uintptr_t norm, const LinearDesc& q,
+                    const LinearDesc& k, const LinearDesc& v, const LinearDesc& o,
+                    uintptr_t scratch, int64_t scratch_nbytes, uintptr_t q_norm, uintptr_t k_norm,
+                    bool norm_per_head, std::optional<float> scale, float residual) {
+  AttentionBlock::Spec spec{hidden, heads, kv_heads, dim, max_tokens, context, eps,
+                            std::move(inv_freq), at<const float>("a norm", norm), q, k, v, o,
+                            make_qk_norm(q_norm, k_norm, norm_per_head), scale, residual};
+  new (self) AttentionBlock(pool, std::move(spec),
+                            Scratch(at<float>("scratch", scratch), scratch_nbytes));
 }
 
 void run_attention(const AttentionBlock& block, Matrix x, const KVView& cache, int64_t start) {
@@ -79,20 +87,12 @@ void bind_attention_block(nb::module_& m) {
            },
            nb::arg("address"), nb::arg("kv_heads"), nb::arg("positions"), nb::arg("dim"));
   nb::class_<AttentionBlock>(m, "Attention")
-      .def("__init__",
-           [](AttentionBlock* self, Pool& pool, int64_t hidden, int64_t heads, int64_t kv_heads,
-              int64_t dim, int64_t max_tokens, int64_t context, float eps,
-              std::vector<float> inv_freq, uintptr_t norm, const LinearDesc& q,
-              const LinearDesc& k, const LinearDesc& v, const LinearDesc& o, uintptr_t scratch,
-              int64_t scratch_nbytes) {
-             new (self) AttentionBlock(make_attention(pool, hidden, heads, kv_heads, dim,
-                                                      max_tokens, context, eps, inv_freq, norm, q,
-                                                      k, v, o, scratch, scratch_nbytes));
-           },
-           nb::arg("pool"), nb::arg("hidden"), nb::arg("heads"), nb::arg("kv_heads"),
+      .def("__init__", &make_attention, nb::arg("pool"), nb::arg("hidden"), nb::arg("heads"), nb::arg("kv_heads"),
            nb::arg("dim"), nb::arg("max_tokens"), nb::arg("context"), nb::arg("eps"),
            nb::arg("inv_freq"), nb::arg("norm"), nb::arg("q"), nb::arg("k"), nb::arg("v"),
-           nb::arg("o"), nb::arg("scratch"), nb::arg("scratch_nbytes"), nb::keep_alive<1, 2>())
+           nb::arg("o"), nb::arg("scratch"), nb::arg("scratch_nbytes"), nb::arg("q_norm") = 0,
+           nb::arg("k_norm") = 0, nb::arg("norm_per_head") = false,
+           nb::arg("scale") = nb::none(), nb::arg("residual") = 1.0f, nb::keep_alive<1, 2>())
       .def("__call__", &run_attention, nb::arg("x").noconvert(), nb::arg("cache"),
            nb::arg("start"));
 }
@@ -140,9 +140,9 @@ void bind_router_block(nb::module_& m) {
 }
 
 void make_head(HeadBlock* self, Pool& pool, uintptr_t norm, float eps, const LinearDesc& lm_head,
-               int64_t max_rows, uintptr_t scratch, int64_t scratch_nbytes) {
+               int64_t max_rows, uintptr_t scratch, int64_t scratch_nbytes, float scaling) {
   new (self) HeadBlock(pool, at<const float>("a norm", norm), eps, lm_head, max_rows,
-                       Scratch(at<float>("scratch", scratch), scratch_nbytes));
+                       Scratch(at<float>("scratch", scratch), scratch_nbytes), scaling);
 }
 
 void run_head(const HeadBlock& block, Input x, Matrix logits) {
@@ -165,9 +165,10 @@ void check_ids(const Ids& ids, int64_t rows) {
              std::to_string(rows - 1));
 }
 
-// The ids' rows of a table: `ranges` holds the range of each id if given, else the table is in
-// memory.
-void gather(const LinearDesc& table, Ids ids, std::optional<Bytes> ranges, Matrix out) {
+// The ids' rows of a table times a number: `ranges` holds the range of each id if given, else the
+// table is in memory.
+void gather(const LinearDesc& table, Ids ids, std::optional<Bytes> ranges, Matrix out,
+            float multiplier) {
   check_ids(ids, table.rows);
   check_columns("out", out.shape(1), table.in_features);
   if (out.shape(0) < ids.shape(0)) refuse("there are more token ids than rows of the output");
@@ -182,8 +183,10 @@ void gather(const LinearDesc& table, Ids ids, std::optional<Bytes> ranges, Matri
     const int64_t id = ids.data()[t];
     const int64_t block = table.row_block_nbytes();
     const uint8_t* at = source + (ranges ? static_cast<int64_t>(t) : id / kLanes) * block;
-    kernels().attention.table_row(table, at, static_cast<int>(id % kLanes),
-                                  to + static_cast<int64_t>(t) * table.in_features);
+    float* row = to + static_cast<int64_t>(t) * table.in_features;
+    kernels().attention.table_row(table, at, static_cast<int>(id % kLanes), row);
+    if (multiplier != 1.0f)
+      for (int64_t i = 0; i < table.in_features; ++i) row[i] *= multiplier;
   }
 }
 
@@ -219,10 +222,10 @@ void bind_attention(nb::module_& m) {
   nb::class_<HeadBlock>(m, "Head")
       .def("__init__", &make_head, nb::arg("pool"), nb::arg("norm"), nb::arg("eps"),
            nb::arg("lm_head"), nb::arg("max_rows"), nb::arg("scratch"), nb::arg("scratch_nbytes"),
-           nb::keep_alive<1, 2>())
+           nb::arg("scaling") = 1.0f, nb::keep_alive<1, 2>())
       .def("__call__", &run_head, nb::arg("x").noconvert(), nb::arg("logits").noconvert());
   m.def("gather", &gather, nb::arg("table"), nb::arg("ids").noconvert(), nb::arg("ranges").none(),
-        nb::arg("out").noconvert());
+        nb::arg("out").noconvert(), nb::arg("multiplier") = 1.0f);
   m.def("rms_norm", &rms_norm, nb::arg("x").noconvert(), nb::arg("weight").noconvert(),
         nb::arg("eps"), nb::arg("out").noconvert());
   m.def("elementwise", &elementwise, nb::arg("name"), nb::arg("x").noconvert(),

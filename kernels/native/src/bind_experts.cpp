@@ -42,8 +42,9 @@ void check_ids(const Ids& experts, const Ids& slots) {
 class ExpertsBinding {
 public:
     ExpertsBinding(Pool& pool, const ExpertsShape& shape, const SlotRange& slots, const ExpertDescs& routed,
-                   const ExpertDescs* shared, const LinearDesc* gate, uint8_t* scratch, int64_t scratch_nbytes)
-        : shape_(shape), experts_(pool, shape, slots, routed, shared, gate, scratch, scratch_nbytes) {}
+                   const ExpertDescs* shared, const LinearDesc* gate, uint8_t* scratch, int64_t scratch_nbytes,
+                   float residual)
+        : shape_(shape), experts_(pool, shape, slots, routed, shared, gate, scratch, scratch_nbytes, residual) {}
 
     void begin(Floats x, ConstFloats normed, ConstInts experts, ConstFloats weights) {
         const int64_t rows = check_rows(shape_, x, normed, experts, weights);
@@ -101,7 +102,7 @@ void check_expert(const ExpertDescs& e, int64_t hidden, int64_t intermediate) {
 
 void init_experts(ExpertsBinding* self, Pool& pool, const nb::tuple& shape_tuple, uintptr_t slot_base, int64_t slot_stride,
                   int64_t slot_count, const nb::tuple& routed_tuple, const nb::object& shared_tuple,
-                  const nb::object& gate, uintptr_t scratch, int64_t scratch_nbytes) {
+                  const nb::object& gate, uintptr_t scratch, int64_t scratch_nbytes, float residual) {
     const ExpertsShape shape = shape_of(shape_tuple);
     const ExpertDescs routed = descs_of(routed_tuple);
     check_expert(routed, shape.hidden, shape.intermediate);
@@ -117,7 +118,7 @@ void init_experts(ExpertsBinding* self, Pool& pool, const nb::tuple& shape_tuple
     check_address("a slot", slot_base | static_cast<uintptr_t>(slot_stride));
     const SlotRange slots{reinterpret_cast<uint8_t*>(slot_base), slot_stride, slot_count};
     new (self) ExpertsBinding(pool, shape, slots, routed, has_shared ? &shared : nullptr, gate_desc,
-                              at<uint8_t>("scratch", scratch), scratch_nbytes);
+                              at<uint8_t>("scratch", scratch), scratch_nbytes, residual);
 }
 
 }  // namespace
@@ -129,7 +130,8 @@ void bind_experts(nb::module_& m) {
     nb::class_<ExpertsBinding>(m, "Experts")
         .def("__init__", &init_experts, nb::keep_alive<1, 2>(), nb::arg("pool"), nb::arg("shape"), nb::arg("slot_base"),
              nb::arg("slot_stride"), nb::arg("slot_count"), nb::arg("routed"), nb::arg("shared").none(),
-             nb::arg("shared_gate").none(), nb::arg("scratch"), nb::arg("scratch_nbytes"))
+             nb::arg("shared_gate").none(), nb::arg("scratch"), nb::arg("scratch_nbytes"),
+             nb::arg("residual") = 1.0f)
         .def("begin", &ExpertsBinding::begin, nb::arg("x").noconvert(), nb::arg("normed").noconvert(),
              nb::arg("experts").noconvert(), nb::arg("weights").noconvert())
         .def("add", &ExpertsBinding::add, nb::arg("experts").noconvert(), nb::arg("slots").noconvert())

@@ -81,8 +81,10 @@ int64_t Experts::scratch_nbytes(const ExpertsShape& s) {
 }
 
 Experts::Experts(Pool& pool, const ExpertsShape& shape, const SlotRange& slots, const ExpertDescs& routed,
-                 const ExpertDescs* shared, const LinearDesc* shared_gate, uint8_t* scratch, int64_t scratch_nbytes)
-    : pool_(pool), shape_(shape), slots_(slots), routed_(routed), has_shared_(shared), has_gate_(shared_gate) {
+                 const ExpertDescs* shared, const LinearDesc* shared_gate, uint8_t* scratch, int64_t scratch_nbytes,
+                 float residual)
+    : pool_(pool), shape_(shape), slots_(slots), routed_(routed), has_shared_(shared), has_gate_(shared_gate),
+      residual_(residual) {
     const int64_t needed = Experts::scratch_nbytes(shape);
     if (scratch_nbytes < needed)
         refuse("the experts block needs " + std::to_string(needed) + " bytes of workspace but was given " +
@@ -406,7 +408,7 @@ void Experts::combine(int64_t row) const {
             kernels().axpy(mix_[pair], partial_ + pair * hidden, acc, hidden);
         if (has_shared_) kernels().axpy(gates_[row], shared_out_ + row * hidden, acc, hidden);
     }
-    kernels().add(x_ + row * hidden, acc, x_ + row * hidden, hidden);
+    kernels().axpy(residual_, acc, x_ + row * hidden, hidden);
 }
 
 }  // namespace aegis

@@ -23,15 +23,18 @@ int64_t chunk_blocks(const LinearDesc& w, int team) {
 void run_tile(const LinearJob& job, int64_t begin, int64_t end, int64_t t0, int tokens) {
     alignas(64) float scaled[kMaxScaled];
     const float *x[kMaxTokens], *sums[kMaxTokens], *add[kMaxTokens];
+    float weights[kMaxTokens];
     float* out[kMaxTokens];
     for (int t = 0; t < tokens; ++t) {
         x[t] = job.in.x + (t0 + t) * job.in.ld;
         sums[t] = job.in.sums + (t0 + t) * job.in.ld_sums;
         out[t] = job.out + (t0 + t) * job.ld_out;
         if (job.add) add[t] = job.add + (t0 + t) * job.ld_add;
+        if (job.weight) weights[t] = *job.weight;
     }
     TileArgs args{job.w, begin, end, tokens, x, sums, out};
-    args.add = job.add ? add : nullptr;
+    args.weights = job.weight ? weights : nullptr;
+    args.add = job.add && !job.weight ? add : nullptr;
     const int64_t n = job.w->in_features;
     if (tokens == 1 && n <= kMaxScaled && scale_inputs(job.w->kind, x[0], n, scaled)) args.scaled = scaled;
     kernels().linear_tile(args);

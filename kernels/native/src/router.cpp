@@ -154,8 +154,9 @@ int RouterBlock::rank() const {
 }
 
 HeadBlock::HeadBlock(Pool& pool, const float* norm, float eps, LinearDesc lm_head,
-                     int64_t max_rows, Scratch scratch)
-    : pool_(pool), norm_(norm), eps_(eps), lm_head_(lm_head), max_rows_(max_rows) {
+                     int64_t max_rows, Scratch scratch, float scaling)
+    : pool_(pool), norm_(norm), eps_(eps), lm_head_(lm_head), max_rows_(max_rows),
+      scaling_(scaling) {
   normed_ = scratch.take(max_rows * padded_ld(lm_head.in_features));
   sums_ = scratch.take(max_rows * lm_head.groups());
 }
@@ -173,6 +174,10 @@ void HeadBlock::run(const float* x, int64_t rows, float* logits) const {
     const LinearJob job{
         &lm_head_, {normed_, padded_ld(hidden), sums_, lm_head_.groups()}, logits, lm_head_.rows};
     linear_phase(team, &job, 1, rows);
+    if (scaling_ == 1.0f) return;
+    team.each(rows * lm_head_.rows, 1024, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) logits[i] /= scaling_;
+    });
   });
 }
 

@@ -1,0 +1,55 @@
+"""What config.json of each family holds besides the keys that all of them share.
+
+A family added to aegis.models needs an entry here, and is then met by every property that draws
+models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from strategies import Choices
+
+FAMILIES: dict[str, Callable[[Choices], dict[str, Any]]] = {
+    "qwen2_moe": lambda c: {
+        "num_experts": c.num_experts,
+        "moe_intermediate_size": c.moe_intermediate_size,
+        "shared_expert_intermediate_size": c.shared_expert_intermediate_size,
+        "norm_topk_prob": c.norm_topk_prob,
+        "qkv_bias": c.qkv_bias,
+        "intermediate_size": 256,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "use_sliding_window": False,
+    },
+    "qwen3_moe": lambda c: {
+        "num_experts": c.num_experts,
+        "moe_intermediate_size": c.moe_intermediate_size,
+        "norm_topk_prob": c.norm_topk_prob,
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "rope_scaling": None,
+    },
+    "mixtral": lambda c: {
+        "num_local_experts": c.num_experts,
+        "intermediate_size": c.moe_intermediate_size,
+        "sliding_window": None,
+    },
+    "olmoe": lambda c: {
+        "num_experts": c.num_experts,
+        "intermediate_size": c.moe_intermediate_size,
+        "norm_topk_prob": c.norm_topk_prob,
+        "clip_qkv": None,
+    },
+    "granitemoe": lambda c: {
+        "num_local_experts": c.num_experts,
+        "intermediate_size": c.moe_intermediate_size,
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 6.0,
+    },
+}
