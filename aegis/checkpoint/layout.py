@@ -10,12 +10,10 @@ from aegis.checkpoint.config import ModelConfig
 from aegis.errors import StoreError
 from aegis.kernels.base import Format, Layout, Segment
 from aegis.kernels.sizes import (
-    GROUP,
     LANES,
     RECORD_ALIGN,
     RESIDENT_ALIGN,
     align_up,
-    block_nbytes,
     dtype_nbytes,
     nbytes,
 )
@@ -116,7 +114,7 @@ class StoreLayout:
         table = self.embedding
         cols = table.shape[1]
         if self.layout == "il16":
-            return EmbeddingRange(LANES, cols // GROUP * block_nbytes(table.format))
+            return EmbeddingRange(LANES, nbytes((LANES, cols), table.format, "il16"))
         if table.format.kind == "dense":
             return EmbeddingRange(1, cols * dtype_nbytes(table.format))
         return None

@@ -33,6 +33,7 @@ from aegis.convert.convert import convert
 from aegis.convert.verify import verify
 from aegis.errors import CheckpointError, StoreError
 from aegis.kernels.base import Layout
+from aegis.kernels.sizes import CODE_BITS, GROUPS
 
 layouts: st.SearchStrategy[Layout] = st.sampled_from(["il16", "row"])
 
@@ -70,11 +71,17 @@ def test_an_unquantised_checkpoint_keeps_its_values_too(choices: Choices, layout
         check_same_values(source, convert(source, Path(folder, "s"), layout=layout))
 
 
-@pytest.mark.parametrize("bits", [2, 5, 6])
-def test_odd_code_widths_keep_their_values(tmp_path: Path, bits: int) -> None:
-    source = write_checkpoint(tmp_path / "m", 1, bits=(bits,))
+@pytest.mark.parametrize("bits", CODE_BITS)
+@pytest.mark.parametrize("group_size", GROUPS)
+def test_every_code_width_and_group_keeps_its_values(
+    tmp_path: Path, bits: int, group_size: int
+) -> None:
+    wide = {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
+    source = write_checkpoint(tmp_path / "m", 1, bits=(bits,), group_size=group_size, **wide)
     for layout in ("il16", "row"):
-        check_same_values(source, convert(source, tmp_path / layout, layout=layout))
+        store = convert(source, tmp_path / layout, layout=layout)
+        check_same_values(source, store)
+        assert store.layout.embedding.format.group_size == group_size
 
 
 def test_experts_quantised_unlike_from_layer_to_layer_keep_their_values(tmp_path: Path) -> None:

@@ -91,7 +91,11 @@ LAYER = "model.layers.1."
         (config(lambda c: c.pop("quantization") and c.pop("quantization_config")), "no quantiz"),
         (quantization(lm_head=False), r"lm_head\.weight is quantised, but"),
         (quantization(bits=7), "7-bit"),
-        (quantization(group_size=32), "groups of 32"),
+        (quantization(group_size=16), "groups of 16"),
+        (
+            quantization(group_size=32),
+            r"scales has the shape \[512, 2\]; the config says \[512, 4\]",
+        ),
         (config(lambda c: c.update(model_type="unheard_of")), "'unheard_of' is not supported"),
     ],
 )
