@@ -26,6 +26,9 @@ Layout = Literal["il16", "row"]
 Numbers = Literal["f32", "bf16", "f16"]
 """What activations are computed in."""
 
+QKNorm = Literal["none", "head", "all"]
+"""RMS norm of queries and keys ahead of the rotation: of each head, or of all heads together."""
+
 
 class BackendUnavailableError(RuntimeError):
     """A backend cannot run on this machine; the message says why and what to install."""
@@ -77,6 +80,11 @@ class AttentionSpec:
     rms_norm_eps: float
     inv_freq: tuple[float, ...]
     """Rotary frequencies, float32-representable, length rotary_dim / 2."""
+    qk_norm: QKNorm = "none"
+    scale: float | None = None
+    """What scores are multiplied by; None: head_dim ** -0.5."""
+    residual_multiplier: float = 1.0
+    """What the block's output is multiplied by before it joins the residual stream."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +110,8 @@ class ExpertsSpec:
     layout: Layout
     segments: Mapping[str, Segment]
     """gate_proj, up_proj, down_proj of one expert record."""
+    residual_multiplier: float = 1.0
+    """What the experts' sum is multiplied by before it joins the residual stream."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +121,8 @@ class HeadSpec:
     hidden_size: int
     vocab_size: int
     rms_norm_eps: float
+    logits_scaling: float = 1.0
+    """What logits are divided by."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +197,7 @@ class KVCache(Protocol):
 
 
 class AttentionBlock(Protocol):
-    """x + o_proj(attention(rope(qkv(rms_norm(x)))))."""
+    """x + m * o_proj(attention(rope(qk_norm(qkv(rms_norm(x)))))), m the residual multiplier."""
 
     def __call__(self, x: Array, cache: KVCache, start: int) -> Array:
         """x: [T, H] residual stream at absolute positions start..start+T-1, which are written to
@@ -204,7 +216,8 @@ class ExpertsBlock(Protocol):
     """Routed experts from slots plus the shared expert, added to the residual stream.
 
     The sum over a row's experts runs in ascending expert id from zero, then the shared expert,
-    then the residual, so neither arrival order nor call splitting can change a bit.
+    then (times the residual multiplier) the residual, so neither arrival order nor call splitting
+    can change a bit.
     """
 
     def __call__(
@@ -379,7 +392,8 @@ class Backend(Protocol):
         """Tell the backend where slots lie; must come before any experts block is made."""
 
     def attention(self, spec: AttentionSpec, weights: Mapping[str, Weight]) -> AttentionBlock:
-        """weights: norm [H], q_proj, k_proj, v_proj, o_proj, optional q_bias, k_bias, v_bias."""
+        """weights: norm [H], q_proj, k_proj, v_proj, o_proj, optional q_bias, k_bias, v_bias; with
+        a qk_norm q_norm and k_norm, of one head's channels or of the whole projection's."""
 
     def router(
         self,
@@ -395,9 +409,14 @@ class Backend(Protocol):
         (1, H; absent: ungated)."""
 
     def embedding(
-        self, shape: tuple[int, int], fmt: Format, layout: Layout, table: Weight | None
+        self,
+        shape: tuple[int, int],
+        fmt: Format,
+        layout: Layout,
+        table: Weight | None,
+        multiplier: float = 1.0,
     ) -> EmbeddingBlock:
-        """table None: rows come from disk."""
+        """table None: rows come from disk. multiplier: what every row is multiplied by."""
 
     def head(self, spec: HeadSpec, weights: Mapping[str, Weight]) -> HeadBlock:
         """weights: norm [H], lm_head (vocab, H)."""

@@ -44,6 +44,7 @@ _RANGES = {
     "head_dim": (1, 1 << 14),
     "num_experts": (1, 1 << 14),
     "num_experts_per_tok": (1, 1 << 14),
+    "intermediate_size": (1, 1 << 20),
     "moe_intermediate_size": (1, 1 << 20),
     "shared_expert_intermediate_size": (0, 1 << 20),
     "vocab_size": (1, 1 << 24),
@@ -51,7 +52,15 @@ _RANGES = {
 }
 """Whole numbers outside are damage. Far beyond any model, yet looping over them ends."""
 
-_FLOAT_RANGES = {"rms_norm_eps": (0.0, 1.0), "rope_theta": (1.0, 1e30)}
+_MULTIPLIER = (1e-9, 1e9)
+_FLOAT_RANGES = {
+    "rms_norm_eps": (0.0, 1.0),
+    "rope_theta": (1.0, 1e30),
+    "embedding_multiplier": _MULTIPLIER,
+    "attention_multiplier": _MULTIPLIER,
+    "residual_multiplier": _MULTIPLIER,
+    "logits_scaling": _MULTIPLIER,
+}
 _ANY_INT = (-(1 << 63), (1 << 63) - 1)
 _ANY_FLOAT = (-1.7976931348623157e308, 1.7976931348623157e308)
 _QUANT_RANGES = {"bits": (1, 32), "group_size": (1, 1 << 20)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class ResidentName:
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """The routed experts: stacked in one tensor per matrix, or one module per expert.
+    """The routed experts: stacked in one tensor per matrix, one module per expert, or fused.
 
     The templates have the fields ``{layer}``, ``{part}`` and (separate) ``{expert}``.
     """
@@ -33,6 +33,10 @@ class ExpertNames:
     """(out, in) of gate_proj, up_proj and down_proj."""
     stacked: str
     separate: str
+    separate_parts: Mapping[str, str] = field(default_factory=dict)
+    """What ``separate`` calls a matrix, where that is not gate_proj, up_proj or down_proj."""
+    fused: tuple[str, str] | None = None
+    """Two tensors for all experts: gate_proj's rows with up_proj's behind them, and down_proj."""
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,8 @@ def layout_of(checkpoint: Checkpoint, resolved: Resolved, layout: Layout) -> Sto
         parts[part] = (shape, _common_format(part, {_stored(w, layout) for w in weights}))
     experts = place_experts(parts, layout)
     source = first[PARTS[0]]
-    num_experts = sum(w.shape[0] for w in source.weights) // source.rows
+    rows = sum(w.shape[0] for w in source.weights)
+    num_experts = rows // (source.stride or source.rows)
     return StoreLayout(
         config=checkpoint.config,
         layout=layout,

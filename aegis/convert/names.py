@@ -45,11 +45,15 @@ class ExpertSource:
     weights: tuple[SourceWeight, ...]
     rows: int
     """Rows of one expert."""
+    first: int = 0
+    """Row of an expert's part of a stacked weight at which this matrix begins."""
+    stride: int = 0
+    """Rows of an expert's part, where it holds more than this matrix."""
 
     def of(self, expert: int) -> tuple[SourceWeight, int]:
         """The weight that holds an expert, and the expert's first row in it."""
         if len(self.weights) == 1:
-            return self.weights[0], expert * self.rows
+            return self.weights[0], expert * (self.stride or self.rows) + self.first
         return self.weights[expert], 0
 
 
@@ -163,8 +167,12 @@ class _Finder:
         stacked = names.stacked.format(layer=layer, part=part)
         if self.has(stacked):
             return ExpertSource((self.weight(stacked, shape, names.num_experts),), shape[0])
+        fused = self._fused(names, layer, part)
+        if fused is not None:
+            return fused
+        word = names.separate_parts.get(part, part)
         separate = [
-            names.separate.format(layer=layer, part=part, expert=expert)
+            names.separate.format(layer=layer, part=word, expert=expert)
             for expert in range(names.num_experts)
         ]
         if not any(map(self.has, separate)):
@@ -173,6 +181,18 @@ class _Finder:
                 f" {separate[0]}.weight is there"
             )
         return ExpertSource(tuple(self.weight(name, shape) for name in separate), shape[0])
+
+    def _fused(self, names: ExpertNames, layer: int, part: str) -> ExpertSource | None:
+        """A matrix in the spelling that joins gate_proj and up_proj; None: not spelt so."""
+        rows, cols = names.shapes[part]
+        both, down = names.fused or ("", "")
+        source = (down if part == "down_proj" else both).format(layer=layer)
+        if not source or not self.has(source):
+            return None
+        if part == "down_proj":
+            return ExpertSource((self.weight(source, (rows, cols), names.num_experts),), rows)
+        weight = self.weight(source, (2 * rows, cols), names.num_experts)
+        return ExpertSource((weight,), rows, rows if part == "up_proj" else 0, 2 * rows)
 
     def refuse_leftovers(self) -> None:
         for name in sorted(self._tensors.keys() - self._used):

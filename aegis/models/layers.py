@@ -30,8 +30,10 @@ def rotary_frequencies(theta: float, dim: int) -> tuple[float, ...]:
 
 
 def attention_weights(weights: Mapping[str, Weight], layer: int) -> dict[str, Weight]:
-    """Norm, projections and biases of a layer's self attention."""
+    """Norms, projections and biases of a layer's self attention."""
     names = {"norm": "input_layernorm"}
+    for p in ("q", "k"):
+        names[f"{p}_norm"] = f"self_attn.{p}_norm"
     for p in ("q", "k", "v", "o"):
         names[f"{p}_proj"] = f"self_attn.{p}_proj"
         names[f"{p}_bias"] = f"self_attn.{p}_proj.bias"
@@ -56,6 +58,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "rope_scaling": (None,),
     "partial_rotary_factor": (1, None),
     "use_sliding_window": (False, None),
+    "sliding_window": (None,),
     "sliding_window_pattern": (None,),
     "layer_types": (None,),
     "mlp_only_layers": ([], None),
@@ -110,7 +113,7 @@ def refuse_unsupported(config: ModelConfig, handled: set[str]) -> None:
         )
 
 
-def rope_theta(config: ModelConfig) -> float:
+def rope_theta(config: ModelConfig, default: float = 10000.0) -> float:
     """The rotary base, from ``rope_theta`` or from transformers 5's ``rope_parameters``.
 
     Raises:
@@ -118,7 +121,7 @@ def rope_theta(config: ModelConfig) -> float:
     """
     parameters = config.section("rope_parameters")
     if parameters is None:
-        return config.float("rope_theta", 10000.0)
+        return config.float("rope_theta", default)
     kind = parameters.get("rope_type", "default")
     if kind != "default":
         raise CheckpointError(
@@ -126,7 +129,7 @@ def rope_theta(config: ModelConfig) -> float:
             f" {config.model_type}; use a checkpoint with plain rotary positions"
         )
     if parameters.get("rope_theta") is None:
-        return config.float("rope_theta", 10000.0)
+        return config.float("rope_theta", default)
     return parameters.float("rope_theta")
 
 

@@ -57,12 +57,18 @@ class MlxAttention:
         spec: AttentionSpec,
         weights: Mapping[str, Weight],
     ) -> None:
-        self._spec, self._scale = spec, float(spec.head_dim**-0.5)
+        self._spec = spec
+        self._scale = float(spec.head_dim**-0.5 if spec.scale is None else spec.scale)
         self._positions = positions
         self._norm = vector(memory, traits, weights["norm"])
         biases = [weights[f"{name}_bias"] for name in "qkv" if f"{name}_bias" in weights]
         self._qkv = SideBySide(memory, traits, [weights[f"{n}_proj"] for n in "qkv"], biases)
         self._o = Linear(memory, traits, weights["o_proj"])
+        self._qk_norms: list[mx.array] = []
+        if spec.qk_norm != "none":
+            self._qk_norms = [vector(memory, traits, weights[f"{name}_norm"]) for name in "qk"]
+        if spec.qk_norm == "head":
+            self._qk_norms = [_for_heads(spec, *self._qk_norms)]
         # MLX divides positions by these.
         self._periods = mx.array(1 / np.array(spec.inv_freq, np.float64), mx.float32)
         self._rows = None if traits.attention_is_fused(spec.head_dim) else ATTENTION_ROWS
@@ -85,14 +91,19 @@ class MlxAttention:
         """x [T, H] to queries, keys and values [1, heads, T, head_dim], rotated."""
         spec, rows = self._spec, x.shape[0]
         out = self._qkv(mx.fast.rms_norm(x, self._norm, spec.rms_norm_eps))
+        if spec.qk_norm == "all":
+            out = self._normed_projections(out)
         if rows == 1:
             heads = out.reshape(1, -1, 1, spec.head_dim)
         else:
             heads = out.reshape(1, rows, -1, spec.head_dim).swapaxes(1, 2)
         queries = spec.num_attention_heads
         values = queries + spec.num_key_value_heads
+        turning = heads[:, :values]
+        if spec.qk_norm == "head":
+            turning = mx.fast.rms_norm(turning, None, spec.rms_norm_eps) * self._qk_norms[0]
         rotated = mx.fast.rope(
-            heads[:, :values],
+            turning,
             2 * len(spec.inv_freq),
             traditional=False,
             base=None,
@@ -101,6 +112,16 @@ class MlxAttention:
             freqs=self._periods,
         )
         return rotated[:, :queries], rotated[:, queries:], heads[:, values:]
+
+    def _normed_projections(self, out: mx.array) -> mx.array:
+        """Queries, keys and values [T, width], the first two normed over all of their heads."""
+        spec = self._spec
+        queries = spec.num_attention_heads * spec.head_dim
+        values = queries + spec.num_key_value_heads * spec.head_dim
+        q_norm, k_norm = self._qk_norms
+        q = mx.fast.rms_norm(out[:, :queries], q_norm, spec.rms_norm_eps)
+        k = mx.fast.rms_norm(out[:, queries:values], k_norm, spec.rms_norm_eps)
+        return mx.concatenate([q, k, out[:, values:]], axis=-1)
 
     def _over_keys(self, q: mx.array, kv: MlxKVCache, start: int) -> mx.array:
         """Queries [1, heads, T, head_dim] at positions start.. over all keys up to their own."""
@@ -124,4 +145,18 @@ class MlxAttention:
     def leave(self, x: mx.array, mixed: mx.array) -> mx.array:
         """x [T, H] plus what the heads' outputs become."""
         rows = x.shape[0]
-        return x + self._o((mixed if rows == 1 else mixed.swapaxes(1, 2)).reshape(rows, -1))
+        out = self._o((mixed if rows == 1 else mixed.swapaxes(1, 2)).reshape(rows, -1))
+        multiplier = self._spec.residual_multiplier
+        return x + (out if multiplier == 1 else out * multiplier)
+
+
+def _for_heads(spec: AttentionSpec, q_norm: mx.array, k_norm: mx.array) -> mx.array:
+    """The norm weights of query and key heads, one behind the other [heads, 1, head_dim]."""
+    counts = (spec.num_attention_heads, spec.num_key_value_heads)
+    norms = [
+        mx.broadcast_to(norm, (count, 1, spec.head_dim))
+        for norm, count in zip((q_norm, k_norm), counts, strict=True)
+    ]
+    joined = mx.concatenate(norms)
+    mx.eval(joined)
+    return joined

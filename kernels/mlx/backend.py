@@ -101,10 +101,15 @@ class MlxBackend:
         return MlxExperts(self.memory, self._traits, self.queue, spec, weights)
 
     def embedding(
-        self, shape: tuple[int, int], fmt: Format, layout: Layout, table: Weight | None
+        self,
+        shape: tuple[int, int],
+        fmt: Format,
+        layout: Layout,
+        table: Weight | None,
+        multiplier: float = 1.0,
     ) -> MlxEmbedding:
         """An embedding block."""
-        return MlxEmbedding(self.memory, self._traits, shape, fmt, layout, table)
+        return MlxEmbedding(self.memory, self._traits, shape, fmt, layout, table, multiplier)
 
     def head(self, spec: HeadSpec, weights: Mapping[str, Weight]) -> MlxHead:
         """A head block."""

@@ -27,12 +27,13 @@ class MlxEmbedding:
         fmt: Format,
         layout: Layout,
         table: Weight | None,
+        multiplier: float = 1.0,
     ) -> None:
         if layout != "row":
             raise ValueError(f"the mlx backend reads layout row, not {layout}")
         if table is None and fmt.kind != "dense":
             raise ValueError("a quantised embedding table in layout row must be in memory")
-        self._format, self._traits = fmt, traits
+        self._format, self._traits, self._multiplier = fmt, traits, multiplier
         self._arrays = None if table is None else memory.arrays(table)
         self._one = device.compiled(self._rows)
         self.row_nbytes = shape[1] * dtype_nbytes(fmt) if fmt.kind == "dense" else 0
@@ -54,17 +55,21 @@ class MlxEmbedding:
         rows = [array[where] for array in self._arrays]
         dtype = self._traits.dtype
         if self._format.kind == "dense":
-            return rows[0].astype(dtype)
+            return self._multiplied(rows[0].astype(dtype))
         codes, scales, biases = rows
-        return mx.dequantize(
+        numbers = mx.dequantize(
             codes,
             scales.astype(dtype),
             biases.astype(dtype),
             group_size=self._format.group_size,
             bits=self._format.bits,
         )
+        return self._multiplied(numbers)
+
+    def _multiplied(self, rows: mx.array) -> mx.array:
+        return rows if self._multiplier == 1 else rows * self._multiplier
 
     def from_rows(self, ids: NDArray[np.int32], rows: NDArray[np.uint8]) -> mx.array:
         """The same from rows read from disk, uint8 [T, row_nbytes]."""
         numbers = mx.array(rows[: len(ids)]).view(_VIEWS[self._format.dtype])
-        return numbers.astype(self._traits.dtype)
+        return self._multiplied(numbers.astype(self._traits.dtype))

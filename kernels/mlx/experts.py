@@ -39,7 +39,7 @@ class MlxExperts:
     ) -> None:
         if spec.layout != "row":
             raise ValueError(f"the mlx backend reads experts in layout row, not {spec.layout}")
-        self._queue = queue
+        self._queue, self._multiplier = queue, spec.residual_multiplier
         self._bank = Bank(traits, spec.segments, memory.pools)
         self._entering: SideBySide | None = None
         if "gate_proj" in weights:
@@ -105,8 +105,14 @@ class MlxExperts:
         """x [1, H] plus the experts in slots [K], mixed by weights [1, K]."""
         return self._summed(x, self._bank.one(normed, weights, slots), shared)
 
+    def _summed(self, x: mx.array, routed: mx.array, shared: tuple[mx.array, ...]) -> mx.array:
+        if self._multiplier != 1:
+            zero = mx.zeros_like(x)
+            return x + self._multiplier * (self._added(zero, routed, shared) if shared else routed)
+        return self._added(x, routed, shared)
+
     @staticmethod
-    def _summed(x: mx.array, routed: mx.array, shared: tuple[mx.array, ...]) -> mx.array:
+    def _added(x: mx.array, routed: mx.array, shared: tuple[mx.array, ...]) -> mx.array:
         if not shared:
             return x + routed
         if len(shared) == 1:

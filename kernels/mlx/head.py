@@ -21,7 +21,7 @@ class MlxHead:
     def __init__(
         self, memory: MlxMemory, traits: Traits, spec: HeadSpec, weights: Mapping[str, Weight]
     ) -> None:
-        self._eps = spec.rms_norm_eps
+        self._eps, self._scaling = spec.rms_norm_eps, spec.logits_scaling
         self._norm = vector(memory, traits, weights["norm"])
         self._lm_head = Linear(memory, traits, weights["lm_head"])
         self._one = device.compiled(self._logits)
@@ -48,4 +48,5 @@ class MlxHead:
         return self._products(x).astype(mx.float32)
 
     def _products(self, x: mx.array) -> mx.array:
-        return self._lm_head(mx.fast.rms_norm(x, self._norm, self._eps))
+        logits = self._lm_head(mx.fast.rms_norm(x, self._norm, self._eps))
+        return logits if self._scaling == 1 else logits / self._scaling

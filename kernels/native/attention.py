@@ -45,6 +45,8 @@ class NativeAttention:
         weights: Mapping[str, Weight],
     ) -> None:
         self._weights = dict(weights)
+        if spec.qk_norm != "none" or spec.scale is not None or spec.residual_multiplier != 1:
+            raise ValueError("the native backend has no norm of queries and keys and no multipliers")
         if weights["norm"].shape != (spec.hidden_size,):
             raise ValueError(
                 f"input norm has shape {weights['norm'].shape}, expected ({spec.hidden_size},)"

@@ -101,10 +101,15 @@ class NativeBackend:
         return NativeExperts(self._pool, self._bound(), self._slots, spec, weights)
 
     def embedding(
-        self, shape: tuple[int, int], fmt: Format, layout: Layout, table: Weight | None
+        self,
+        shape: tuple[int, int],
+        fmt: Format,
+        layout: Layout,
+        table: Weight | None,
+        multiplier: float = 1.0,
     ) -> NativeEmbedding:
         """Embedding block."""
-        return NativeEmbedding(self._bound(), shape, fmt, layout, table)
+        return NativeEmbedding(self._bound(), shape, fmt, layout, table, multiplier)
 
     def head(self, spec: HeadSpec, weights: Mapping[str, Weight]) -> NativeHead:
         """Final norm and logits."""

@@ -25,7 +25,10 @@ class NativeEmbedding:
         fmt: Format,
         layout: Layout,
         table: Weight | None,
+        multiplier: float = 1.0,
     ) -> None:
+        if multiplier != 1:
+            raise ValueError("the native backend has no multiplier of embeddings")
         if layout != "il16":
             raise ValueError(f"the native backend reads layout il16, not {layout}")
         if shape[1] != workspace.spec.hidden_size:

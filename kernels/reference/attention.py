@@ -48,9 +48,16 @@ class ReferenceAttention:
     def _project(
         self, normed: NDArray[np.float32], positions: NDArray[np.int64], name: str, heads: int
     ) -> NDArray[np.float32]:
+        """Heads [T, heads, head_dim]; queries and keys normed, where the model does that."""
+        spec, norm = self._spec, self._weights.get(f"{name}_norm")
         bias = self._weights.get(f"{name}_bias")
         out = linear(normed, positions, self._weights[f"{name}_proj"], bias)
-        return out.reshape(len(normed), heads, self._spec.head_dim)
+        if norm is not None and spec.qk_norm == "all":
+            out = rms_norm(out, norm, spec.rms_norm_eps)
+        out = out.reshape(len(normed), heads, spec.head_dim)
+        if norm is not None and spec.qk_norm == "head":
+            out = rms_norm(out, norm, spec.rms_norm_eps)
+        return out
 
     def __call__(self, x: NDArray[np.float32], cache: KVCache, start: int) -> NDArray[np.float32]:
         """x [T, H] at positions start.. to x + attention, keys and values appended."""
@@ -64,12 +71,14 @@ class ReferenceAttention:
         kv.keys[:, positions] = rotary(k, positions, self._inv_freq).transpose(1, 0, 2)
         kv.values[:, positions] = v.transpose(1, 0, 2)
         group = spec.num_attention_heads // spec.num_key_value_heads
+        scale = F32(spec.head_dim**-0.5 if spec.scale is None else spec.scale)
         out = np.empty((len(x), spec.num_attention_heads * spec.head_dim), F32)
         for row, position in enumerate(positions):
             keys, values = kv.keys[:, : position + 1], kv.values[:, : position + 1]
             grouped = q[row].reshape(spec.num_key_value_heads, group, spec.head_dim)
-            scores = grouped @ keys.transpose(0, 2, 1) * F32(spec.head_dim**-0.5)
+            scores = grouped @ keys.transpose(0, 2, 1) * scale
             scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
             mixed = scores / scores.sum(axis=-1, keepdims=True) @ values
             out[row] = mixed.reshape(-1)
-        return x + linear(out, positions, self._weights["o_proj"])
+        out = linear(out, positions, self._weights["o_proj"])
+        return x + F32(spec.residual_multiplier) * out

@@ -50,10 +50,15 @@ class ReferenceEmbedding:
     """EmbeddingBlock in numpy."""
 
     def __init__(
-        self, shape: tuple[int, int], fmt: Format, layout: Layout, table: Weight | None
+        self,
+        shape: tuple[int, int],
+        fmt: Format,
+        layout: Layout,
+        table: Weight | None,
+        multiplier: float = 1.0,
     ) -> None:
         self._shape, self._format, self._layout = shape, fmt, layout
-        self._table = table
+        self._table, self._multiplier = table, F32(multiplier)
         self._block_rows = 16 if layout == "il16" else 1
         self.row_nbytes = formats.nbytes((self._block_rows, shape[1]), fmt, layout)
 
@@ -65,7 +70,7 @@ class ReferenceEmbedding:
         """Rows of the table in memory."""
         assert self._table is not None, "the table is on disk: use from_rows"
         if self._layout == "row":
-            return widen(self._table)[ids]
+            return widen(self._table)[ids] * self._multiplier
         blocks = self._table.data.reshape(-1, self.row_nbytes)
         return self.from_rows(ids, blocks[ids // self._block_rows])
 
@@ -74,7 +79,8 @@ class ReferenceEmbedding:
         shape = (self._block_rows, self._shape[1])
         blocks = (widen(Weight(shape, self._format, self._layout, row)) for row in rows)
         picked = zip(ids.tolist(), blocks, strict=True)
-        return np.array([block[i % self._block_rows] for i, block in picked], F32)
+        out = np.array([block[i % self._block_rows] for i, block in picked], F32)
+        return out * self._multiplier
 
 
 class ReferenceHead:
@@ -87,7 +93,8 @@ class ReferenceHead:
     def __call__(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
         """x [T, H] to logits [T, vocab_size]; every row alone, so grouping can't matter."""
         normed = rms_norm(x, self._norm, self._spec.rms_norm_eps)
-        return np.stack([self._head @ row for row in normed])
+        logits = np.stack([self._head @ row for row in normed])
+        return logits / F32(self._spec.logits_scaling)
 
 
 class ReferenceBackend:
@@ -146,10 +153,15 @@ class ReferenceBackend:
         return ReferenceExperts(spec, weights, self._slots, self._clock)
 
     def embedding(
-        self, shape: tuple[int, int], fmt: Format, layout: Layout, table: Weight | None
+        self,
+        shape: tuple[int, int],
+        fmt: Format,
+        layout: Layout,
+        table: Weight | None,
+        multiplier: float = 1.0,
     ) -> ReferenceEmbedding:
         """An embedding block."""
-        return ReferenceEmbedding(shape, fmt, layout, table)
+        return ReferenceEmbedding(shape, fmt, layout, table, multiplier)
 
     def head(self, spec: HeadSpec, weights: Mapping[str, Weight]) -> ReferenceHead:
         """A head block."""

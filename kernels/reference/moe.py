@@ -133,7 +133,7 @@ class ReferenceExperts:
         if self._shared:
             total += self._shared_expert()
         self._outputs = {}
-        return self._x + total
+        return self._x + F32(self._spec.residual_multiplier) * total
 
     def _shared_expert(self) -> NDArray[np.float32]:
         normed, positions = self._routing.normed, self._clock.positions(len(self._x))
