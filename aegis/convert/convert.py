@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from aegis.checkpoint.config import COPIED_FILES
+from aegis.checkpoint.config import COPIED_FILES, QuantSpec
 from aegis.checkpoint.fileio import (
     PIECE_NBYTES,
     UncachedWriter,
@@ -55,13 +55,15 @@ def convert(
     *,
     layout: Layout = "il16",
     experts3bit: bool = False,
+    quantize: QuantSpec | None = None,
     progress: Progress | None = None,
     piece_nbytes: int = PIECE_NBYTES,
     replace_damaged: bool = False,
 ) -> Store:
     """Convert a checkpoint folder into a store at ``destination`` and open it.
 
-    A store of the same checkpoint and layout that is there already is used. ``piece_nbytes``
+    A store of the same checkpoint and layout that is there already is used. ``quantize``: a plain
+    checkpoint is quantised meanwhile, as ``mlx_lm.convert`` does it. ``piece_nbytes``
     bounds each buffer; the whole conversion holds a few of them and two expert records.
     ``replace_damaged``: a store at ``destination`` that cannot be opened, or whose checksums
     are not those of its contents, is converted anew.
@@ -69,13 +71,14 @@ def convert(
     Raises:
         CheckpointError: the source is damaged, incomplete or not supported.
         StoreError: the destination cannot be written, or holds something else.
+        UsageError: there is no such quantisation.
     """
     if is_store(source):
         raise StoreError(f"{source} is a store already; only checkpoints are converted")
     target = Path(destination).absolute()
-    checkpoint, resolved = resolve_checkpoint(Checkpoint.open(source))
+    checkpoint, resolved = resolve_checkpoint(Checkpoint.open(source), quantize)
     plan = layout_of(checkpoint, resolved, layout)
-    identity = identity_of(checkpoint)
+    identity = identity_of(checkpoint, quantize)
     job = _Job(checkpoint, resolved, plan, experts3bit, progress, piece_nbytes)
     hint = ELSEWHERE if replace_damaged else "choose a destination on another disk"
     prepare_parent(target)
@@ -86,7 +89,7 @@ def convert(
         if found is None:
             check_space(target.parent, job.disk_nbytes, hint)
             with partial_folder(target, replace_damaged) as folder:
-                job.write(folder, identity)
+                job.write(folder, identity, quantize)
             found = Store.open(target)
         elif experts3bit and not found.has_3bit:
             write_3bit(found, progress)
@@ -173,7 +176,7 @@ class _Job:
         if self._progress:
             self._progress(self._done, self.total_nbytes)
 
-    def write(self, folder: Path, identity: str) -> None:
+    def write(self, folder: Path, identity: str, quantize: QuantSpec | None) -> None:
         """Write every file of the store; store.json comes last.
 
         Raises:
@@ -185,7 +188,7 @@ class _Job:
             experts = self._write_experts(folder, streams)
         source: dict[str, Any] = {"name": self._checkpoint.path.resolve().name}
         source["identity"] = identity
-        if identity_of(self._checkpoint) != identity:
+        if identity_of(self._checkpoint, quantize) != identity:
             raise CheckpointError(
                 f"{self._checkpoint.path} was changed while it was converted; convert it again"
             )

@@ -32,6 +32,13 @@ class SourceWeight:
     shape: tuple[int, ...]
     format: Format
     tensors: tuple[TensorInfo, ...]
+    target: Format | None = None
+    """What a plain weight becomes while it is converted; None: it stays what it is."""
+
+    @property
+    def stored(self) -> Format:
+        """The format in which conversion takes it up."""
+        return self.target or self.format
 
     def row_nbytes(self, part: int) -> int:
         """Bytes of one row of one of the tensors."""
@@ -109,7 +116,12 @@ class _Finder:
             self._tensors[name] = tensor
 
     def has(self, source: str) -> bool:
-        return (source if source.endswith(".bias") else f"{source}.weight") in self._tensors
+        return self._tensor_name(source) in self._tensors
+
+    def _tensor_name(self, source: str) -> str:
+        """Biases and some stacked experts are tensors themselves, all else are modules."""
+        own = source.endswith(".bias") or source in self._tensors
+        return source if own else f"{source}.weight"
 
     def _take(self, name: str) -> TensorInfo:
         if name not in self._tensors:
@@ -121,8 +133,7 @@ class _Finder:
 
     def weight(self, source: str, shape: tuple[int, ...], stack: int = 0) -> SourceWeight:
         """A vector or matrix; ``stack`` > 0: that many matrices in one tensor."""
-        name = source if source.endswith(".bias") else f"{source}.weight"
-        tensor = self._take(name)
+        tensor = self._take(self._tensor_name(source))
         lead = (stack,) if stack else ()
         rows = (stack or 1) * shape[0]
         if f"{source}.scales" not in self._tensors or source.endswith(".bias"):
