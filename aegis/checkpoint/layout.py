@@ -89,7 +89,10 @@ class StoreLayout:
         if experts == "4bit":
             return self.experts
         if self.experts_3bit is None:
-            raise StoreError("this model has no 4-bit experts to derive 3-bit ones from")
+            raise StoreError(
+                "this model has no 4-bit experts to derive 3-bit ones from; those of a plain"
+                " checkpoint become so with --bits 4"
+            )
         return self.experts_3bit
 
     def resident_nbytes(self, skip: Collection[str] = ()) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -263,3 +265,41 @@ def test_numbers_too_large_for_a_scale_or_a_type_are_refused_by_name(tmp_path: P
     half = rewrite(source, tmp_path / "h", tensors, torch_dtype="float16")
     with pytest.raises(CheckpointError, match=r"lm_head\.weight in .* not finite as f16"):
         convert(half, tmp_path / "s", quantize=QuantSpec(4, 64))
+
+
+PEAK = """
+import sys
+from pathlib import Path
+from aegis.checkpoint.config import QuantSpec
+from aegis.convert.convert import convert
+def status(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+small, source, folder, layout = sys.argv[1:]
+options = {"layout": layout, "experts3bit": True, "quantize": QuantSpec(4, 64)}
+convert(small, folder + "/small", **options)
+Path("/proc/self/clear_refs").write_text("5")
+before = status("VmRSS")
+convert(source, folder + "/big", **options)
+print(status("VmHWM") - before, status("VmHWM"))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("layout", ["il16", "row"])
+def test_quantising_takes_under_24_mib_beside_the_interpreter(tmp_path: Path, layout: str) -> None:
+    """The table alone has 32 MiB, and an expert's matrix 1."""
+    small = plain(tmp_path / "m")
+    big = plain(
+        tmp_path / "b",
+        num_hidden_layers=1,
+        hidden_size=1024,
+        moe_intermediate_size=512,
+        vocab_size=16384,
+        tie_word_embeddings=True,
+    )
+    command = [sys.executable, "-c", PEAK, str(small), str(big), str(tmp_path), layout]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    grown, peak = map(int, done.stdout.split())
+    assert grown < 24 << 20
+    assert peak < 300 << 20
