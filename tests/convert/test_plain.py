@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -11,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from strategies import write_checkpoint, write_safetensors
+from stores import raw_tensors, rewrite
+from strategies import write_checkpoint
 
 from aegis.checkpoint.config import QuantSpec
-from aegis.checkpoint.source import Checkpoint
 from aegis.checkpoint.store import Store
 from aegis.convert import source_data
 from aegis.convert.convert import convert
@@ -37,33 +36,6 @@ def mx() -> Any:
 def plain(folder: Path, **choices: Any) -> Path:
     """A small plain checkpoint in bfloat16."""
     return write_checkpoint(folder, 5, dense=True, num_experts=3, **choices)
-
-
-def raw_tensors(source: Path) -> dict[str, tuple[str, np.ndarray[Any, Any]]]:
-    checkpoint = Checkpoint.open(source)
-    return {
-        name: (
-            info.dtype,
-            np.fromfile(
-                info.path,
-                np.uint32 if info.dtype == "F32" else np.uint16,
-                info.nbytes // (4 if info.dtype == "F32" else 2),
-                offset=info.offset,
-            ).reshape(info.shape),
-        )
-        for name, info in checkpoint.tensors.items()
-    }
-
-
-def rewrite(source: Path, folder: Path, tensors: dict[str, Any], **config: Any) -> Path:
-    """A checkpoint with other tensors, all else as in ``source``."""
-    folder.mkdir()
-    write_safetensors(folder / "model.safetensors", tensors)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((source / name).read_bytes())
-    old = json.loads((source / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(old | config))
-    return folder
 
 
 def in_mlx_format(mx: Any, source: Path, folder: Path, bits: int, group_size: int) -> Path:

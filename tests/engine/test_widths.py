@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from small_model import needs_native
-from stores import source_values
-from strategies import write_checkpoint, write_safetensors
+from stores import raw_tensors, rewrite, source_values
+from strategies import write_checkpoint
 
 from aegis import Engine
-from aegis.checkpoint.config import QuantSpec
 from aegis.checkpoint.source import Checkpoint
 from aegis.convert.convert import convert
 from aegis.convert.names import SourceWeight
@@ -38,30 +36,22 @@ def checkpoint(folder: Path, bits: int, group_size: int) -> Path:
 def widened(source: Path, folder: Path) -> Path:
     """The same model with every quantised weight as plain f32 numbers."""
     quantised = Checkpoint.open(source)
-    found, tensors = quantised.tensors, {}
-    for name, info in found.items():
-        module = name.removesuffix(".weight")
-        if name.endswith((".scales", ".biases")):
-            continue
-        if f"{module}.scales" in found and quantised.config.quantization is not None:
-            spec = quantised.config.quantization.of(module) or QuantSpec(0, 0)
-            parts = (info, found[f"{module}.scales"], found[f"{module}.biases"])
-            *lead, cols = info.shape
-            shape = (int(np.prod(lead)), cols * 32 // spec.bits)
-            fmt = Format("affine", "bf16", spec.bits, spec.group_size)
-            values = source_values(SourceWeight(name, shape, fmt, parts))
-            tensors[name] = ("F32", values.reshape(*lead, -1))
-        else:
-            raw = np.fromfile(info.path, np.uint16, info.nbytes // 2, offset=info.offset)
-            tensors[name] = ("BF16", raw.reshape(info.shape))
-    folder.mkdir()
-    write_safetensors(folder / "model.safetensors", tensors)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((source / name).read_bytes())
-    config = json.loads((source / "config.json").read_text())
-    config = {k: v for k, v in config.items() if not k.startswith("quantization")}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    found, quantization = quantised.tensors, quantised.config.quantization
+    assert quantization is not None
+    tensors = raw_tensors(source)
+    for name in [n for n in tensors if n.endswith(".scales")]:
+        module = name.removesuffix(".scales")
+        spec = quantization.of(module)
+        assert spec is not None
+        for part in ("scales", "biases"):
+            del tensors[f"{module}.{part}"]
+        parts = tuple(found[f"{module}.{part}"] for part in ("weight", "scales", "biases"))
+        *lead, cols = parts[0].shape
+        shape = (int(np.prod(lead)), cols * 32 // spec.bits)
+        fmt = Format("affine", "bf16", spec.bits, spec.group_size)
+        values = source_values(SourceWeight(name, shape, fmt, parts)).reshape(*lead, -1)
+        tensors[f"{module}.weight"] = ("F32", values.view(np.uint32))
+    return rewrite(source, folder, tensors, quantization=None, quantization_config=None)
 
 
 def logits(store: Path) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
