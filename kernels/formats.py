@@ -146,11 +146,8 @@ def pack_codes(codes: U8, bits: int) -> U32:
     if bits == 8:
         return np.ascontiguousarray(codes).view(np.uint32)
     if bits in (2, 4):
-        parts = codes.reshape(*lead, -1, 8 // bits)
-        data = np.zeros(parts.shape[:-1], dtype=np.uint8)
-        for index in range(8 // bits):
-            data |= parts[..., index] << np.uint8(bits * index)
-        return data.view(np.uint32)
+        data = _join_halves(np.ascontiguousarray(codes), bits)
+        return (data if bits == 4 else _join_halves(data, 4)).view(np.uint32)
     eights = np.ascontiguousarray(codes).reshape(*lead, -1, 8)
     if bits == 3:
         return _join_3bit(eights).reshape(*lead, -1).view(np.uint32)
@@ -161,6 +158,12 @@ def pack_codes(codes: U8, bits: int) -> U32:
     for byte in range(bits):
         data[..., byte] = (stream >> np.uint64(8 * byte)) & np.uint64(0xFF)
     return data.reshape(*lead, -1).view(np.uint32)
+
+
+def _join_halves(numbers: U8, bits: int) -> U8:
+    """Neighbours of ``bits`` bits each, one per byte, in one byte: the first is the lower."""
+    pairs = numbers.view(np.uint16)
+    return (pairs | pairs >> np.uint16(8 - bits)).astype(np.uint8)
 
 
 def _join_3bit(eights: U8) -> U8:
