@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from mlx_tools import PLENTY, mlx_options, needs_mlx
 from small_model import needs_native
 from stores import raw_tensors, rewrite, source_values
 from strategies import write_checkpoint
@@ -68,6 +69,20 @@ def test_reference_computes_with_every_width_and_group(
     plain = widened(source, tmp_path / "w")
     quantised, dense = (convert(path, tmp_path / f"{path.name}s").path for path in (source, plain))
     assert np.array_equal(logits(quantised), logits(dense))
+
+
+@needs_mlx
+@pytest.mark.parametrize("bits", CODE_BITS)
+@pytest.mark.parametrize("group_size", GROUPS)
+def test_mlx_computes_with_every_width_and_group(
+    tmp_path: Path, bits: int, group_size: int
+) -> None:
+    source = checkpoint(tmp_path / "m", bits, group_size)
+    expected = logits(convert(source, tmp_path / "s").path)
+    store = convert(source, tmp_path / "r", layout="row")
+    with Engine.open(store.path, cap=PLENTY, **mlx_options("f32")) as engine:
+        found = engine.score(IDS, last=None)
+        assert np.abs(found - expected).max() < 1e-4 * expected.std()
 
 
 @needs_native
