@@ -7,12 +7,13 @@ first rounded to the type that the config names, those that stay plain too.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from aegis.checkpoint.config import ModelConfig, QuantSpec
 from aegis.checkpoint.source import Checkpoint
 from aegis.checkpoint.tensor_map import QuantizeRules
-from aegis.convert.names import Resolved, SourceWeight
+from aegis.convert.names import ExpertSource, Resolved, SourceWeight
 from aegis.errors import CheckpointError, UsageError
 from aegis.kernels.base import Format, Numbers
 from aegis.kernels.sizes import CODE_BITS, GROUPS
@@ -64,6 +65,21 @@ def quantised(
         for layer, parts in resolved.experts.items()
     }
     return Resolved({name: aimed(name, w) for name, w in resolved.resident.items()}, experts)
+
+
+def in_3bit(experts: Mapping[str, ExpertSource]) -> dict[str, ExpertSource]:
+    """A layer's experts with 3 bits in place of every 4-bit target."""
+
+    def narrowed(weight: SourceWeight) -> SourceWeight:
+        target = weight.target
+        if target is None or target.bits != 4:
+            return weight
+        return replace(weight, target=replace(target, bits=3))
+
+    return {
+        part: replace(source, weights=tuple(map(narrowed, source.weights)))
+        for part, source in experts.items()
+    }
 
 
 def _numbers(config: ModelConfig) -> Numbers | None:

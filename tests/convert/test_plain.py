@@ -14,6 +14,7 @@ from stores import raw_tensors, rewrite
 from strategies import write_checkpoint
 
 from aegis.checkpoint.config import QuantSpec
+from aegis.checkpoint.layout import ExpertBits
 from aegis.checkpoint.store import Store
 from aegis.convert import source_data
 from aegis.convert.convert import convert
@@ -95,7 +96,7 @@ def test_a_plain_checkpoint_gives_the_store_of_its_mlx_conversion(
     kept = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}[dtype]
     source = rewrite(source, tmp_path / "m", tensors, torch_dtype=kept)
     quantised = in_mlx_format(mx, source, tmp_path / "q", 4, 64)
-    options: dict[str, Any] = {"layout": layout, "experts3bit": True, "piece_nbytes": 1 << 14}
+    options: dict[str, Any] = {"layout": layout, "piece_nbytes": 1 << 14}
     ours = convert(source, tmp_path / "s", quantize=QuantSpec(4, 64), **options)
     check_same_store(ours, convert(quantised, tmp_path / "t", **options))
 
@@ -113,6 +114,35 @@ def test_every_width_and_group_gives_the_store_of_the_mlx_conversion(
             source, tmp_path / f"s{layout}", layout=layout, quantize=QuantSpec(bits, group_size)
         )
         check_same_store(ours, convert(quantised, tmp_path / f"t{layout}", layout=layout))
+
+
+def expert_bytes(store: Store, experts: ExpertBits = "4bit") -> list[bytes]:
+    return [path.read_bytes() for path in store.expert_paths(experts)]
+
+
+@pytest.mark.parametrize("layout", ["il16", "row"])
+def test_3bit_experts_are_those_of_the_3bit_mlx_conversion(
+    mx: Any, tmp_path: Path, layout: Layout
+) -> None:
+    """Made from the plain numbers, not from the 4-bit codes, at once or later."""
+    source = plain(tmp_path / "m")
+    three = convert(in_mlx_format(mx, source, tmp_path / "q", 3, 64), tmp_path / "t", layout=layout)
+    seen: list[tuple[int, int]] = []
+    options: dict[str, Any] = {"layout": layout, "quantize": QuantSpec(4, 64)}
+    ours = convert(
+        source, tmp_path / "s", experts3bit=True, progress=lambda *at: seen.append(at), **options
+    )
+    assert expert_bytes(ours, "3bit") == expert_bytes(three)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert {seen[-1][0]} == {total for _, total in seen}
+    first = convert(source, tmp_path / "l", **options)
+    assert not first.has_3bit
+    seen.clear()
+    later = convert(
+        source, tmp_path / "l", experts3bit=True, progress=lambda *at: seen.append(at), **options
+    )
+    assert seen[-1][0] == seen[-1][1]
+    check_same_store(later, ours)
 
 
 QWEN3_MOE = Path(__file__).parents[1] / "goldens" / "qwen3_moe"
