@@ -50,8 +50,9 @@ def quantize(raw: Raw, dtype: Format, bits: int, group_size: int) -> tuple[MlxAr
 
 
 def _quantize_rows(raw: Raw, fmt: Format) -> tuple[Raw, Raw, Raw]:
-    # A copy, since the arithmetic below is in place; that of f32 would be a view of the input.
-    values = to_f32(np.ascontiguousarray(raw), fmt).reshape(len(raw), -1, fmt.group_size).copy()
+    values = to_f32(np.ascontiguousarray(raw), fmt).reshape(len(raw), -1, fmt.group_size)
+    if fmt.dtype == "f32":
+        values = values.copy()  # A view of the input, and the arithmetic below is in place.
     with np.errstate(over="ignore", invalid="ignore"):
         low, high = values.min(axis=-1), values.max(axis=-1)
         scale, bias = affine_scales(low, high, fmt.bits)

@@ -168,8 +168,9 @@ def _read_weight(
         count = range(len(weight.tensors))
         return MlxArrays(*(_read_part(streams, role, weight, i, rows, fmt.bits) for i in count))
     tensor, target = weight.tensors[0], weight.target
-    raw = _read_part(streams, role, weight, 0, rows, 0)
+    raw = _read_numbers(streams, role, weight, 0, rows)
     if target.dtype != weight.format.dtype:
+        _refuse_not_finite(raw, weight.format, tensor)
         with np.errstate(over="ignore"):
             raw = from_f32(to_f32(raw, weight.format), target)
         _refuse_not_finite(raw, target, tensor, f" as {target.dtype}")
@@ -178,6 +179,7 @@ def _read_weight(
     try:
         arrays, _ = quantize(raw, target, target.bits, target.group_size)
     except FormatError as error:
+        _refuse_not_finite(raw, target, tensor)
         raise CheckpointError(
             f"{tensor.name} in {tensor.path} cannot be quantised: {error}; convert it without"
             " --bits"
@@ -189,15 +191,23 @@ def _read_part(
     streams: Streams, role: str, weight: SourceWeight, index: int, rows: range, bits: int
 ) -> Raw:
     """Rows of one of a weight's tensors as [rows, items]; code words at ``bits`` per code."""
+    raw = _read_numbers(streams, role, weight, index, rows)
+    if weight.format.kind == "affine" and index == 0:
+        return repack_codes(raw, weight.format.bits, bits)
+    _refuse_not_finite(raw, weight.format, weight.tensors[index])
+    return raw
+
+
+def _read_numbers(
+    streams: Streams, role: str, weight: SourceWeight, index: int, rows: range
+) -> Raw:
+    """Rows of one of a weight's tensors as they lie in the file."""
     tensor, row_nbytes = weight.tensors[index], weight.row_nbytes(index)
     offset = tensor.offset + rows.start * row_nbytes
     data = streams.read(f"{role}.{index}", tensor.path, offset, len(rows) * row_nbytes)
-    if weight.format.kind == "affine" and index == 0:
-        words = data.view(np.uint32).reshape(len(rows), -1)
-        return repack_codes(words, weight.format.bits, bits)
-    raw: Raw = data.view(raw_dtype(weight.format)).reshape(len(rows), -1)
-    _refuse_not_finite(raw, weight.format, tensor)
-    return raw
+    words = weight.format.kind == "affine" and index == 0
+    raw: Raw = data.view(np.uint32 if words else raw_dtype(weight.format))
+    return raw.reshape(len(rows), -1)
 
 
 def _refuse_not_finite(raw: Raw, fmt: Format, tensor: TensorInfo, how: str = "") -> None:
