@@ -115,8 +115,8 @@ def _experts(spec: WorkspaceSpec) -> int:
 
 
 def _widened(spec: WorkspaceSpec) -> int:
-    """Scales and biases of resident weights as float32, one of each per 64 inputs."""
-    return spec.num_resident_weights // 8 if spec.number_nbytes == 4 else 0
+    """Scales and biases of resident weights as float32."""
+    return 2 * 4 * spec.num_resident_groups if spec.number_nbytes == 4 else 0
 
 
 def _kv_copy(spec: WorkspaceSpec) -> int:

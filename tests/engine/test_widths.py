@@ -14,7 +14,9 @@ from strategies import write_checkpoint
 from aegis import Engine
 from aegis.checkpoint.source import Checkpoint
 from aegis.convert.convert import convert
+from aegis.convert.layout import layout_of_checkpoint
 from aegis.convert.names import SourceWeight
+from aegis.engine import planning
 from aegis.errors import BackendError
 from aegis.kernels.base import Format
 from aegis.kernels.sizes import CODE_BITS, GROUPS
@@ -93,3 +95,13 @@ def test_native_refuses_groups_it_cannot_compute_with_before_it_converts(
     source = checkpoint(tmp_path / "m", 4, group_size)
     with pytest.raises(BackendError, match=f"groups of {group_size}"):
         Engine.open(source, cap="300MiB", context=64, backend="native")
+
+
+def test_the_plan_counts_the_scales_of_smaller_groups(tmp_path: Path) -> None:
+    """They are widened where MLX computes in float32, and twice as many in groups of 32."""
+    needed = {}
+    for size in (32, 64):
+        source = checkpoint(tmp_path / f"{size}", 4, size)
+        layout = layout_of_checkpoint(source, "row")
+        needed[size] = planning._num_resident_groups(layout)
+    assert needed[32] == 2 * needed[64] > 0
