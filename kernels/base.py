@@ -195,6 +195,9 @@ class WorkspaceSpec:
     threads: int
     num_resident_weights: int = 0
     """Elements of all resident 2-D weights, for backends that keep a widened copy."""
+    num_resident_groups: int = 0
+    """Groups of inputs of these that share a scale, for backends that widen scales; what has none
+    counts as groups of 64."""
     number_nbytes: int = 4
     """Bytes of an activation."""
     num_layers: int = 1

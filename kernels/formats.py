@@ -1,9 +1,10 @@
 """Quantised formats in numpy: the truth that every kernel is tested against.
 
 A checkpoint tensor ("MLX arrays") is either dense, an array of raw numbers, or affine, three
-arrays: code words uint32 [rows, in * bits / 32], and scales and biases [rows, in / 64]. Raw numbers
-of bf16 and f16 are uint16 arrays, those of f32 uint32 arrays, so that nothing is ever rounded by
-accident. ``pack`` turns these into the bytes of a stored tensor and ``unpack`` turns them back.
+arrays: code words uint32 [rows, in * bits / 32], and scales and biases [rows, in / group_size]. Raw
+numbers of bf16 and f16 are uint16 arrays, those of f32 uint32 arrays, so that nothing is ever
+rounded by accident. ``pack`` turns these into the bytes of a stored tensor and ``unpack`` turns
+them back.
 
 Packing a range of rows that starts on a multiple of 16 gives exactly the bytes of those rows in
 layout il16, so large tensors can be packed in pieces.
@@ -18,10 +19,10 @@ from numpy.typing import NDArray
 
 from aegis.kernels.base import Format, Layout, Weight
 from aegis.kernels.sizes import (
-    GROUP,
     LANES,
     RESIDENT_ALIGN,
     FormatError,
+    block_inputs,
     block_nbytes,
     dtype_nbytes,
     nbytes,
@@ -31,6 +32,7 @@ from aegis.kernels.sizes import (
 
 __all__ = [
     "MlxArrays",
+    "affine_scales",
     "bf16_to_f32",
     "block_nbytes",
     "dequantize",
@@ -144,11 +146,8 @@ def pack_codes(codes: U8, bits: int) -> U32:
     if bits == 8:
         return np.ascontiguousarray(codes).view(np.uint32)
     if bits in (2, 4):
-        parts = codes.reshape(*lead, -1, 8 // bits)
-        data = np.zeros(parts.shape[:-1], dtype=np.uint8)
-        for index in range(8 // bits):
-            data |= parts[..., index] << np.uint8(bits * index)
-        return data.view(np.uint32)
+        data = _join_halves(np.ascontiguousarray(codes), bits)
+        return (data if bits == 4 else _join_halves(data, 4)).view(np.uint32)
     eights = np.ascontiguousarray(codes).reshape(*lead, -1, 8)
     if bits == 3:
         return _join_3bit(eights).reshape(*lead, -1).view(np.uint32)
@@ -159,6 +158,12 @@ def pack_codes(codes: U8, bits: int) -> U32:
     for byte in range(bits):
         data[..., byte] = (stream >> np.uint64(8 * byte)) & np.uint64(0xFF)
     return data.reshape(*lead, -1).view(np.uint32)
+
+
+def _join_halves(numbers: U8, bits: int) -> U8:
+    """Neighbours of ``bits`` bits each, one per byte, in one byte: the first is the lower."""
+    pairs = numbers.view(np.uint16)
+    return (pairs | pairs >> np.uint16(8 - bits)).astype(np.uint8)
 
 
 def _join_3bit(eights: U8) -> U8:
@@ -299,7 +304,7 @@ def _pack_row(arrays: MlxArrays, shape: tuple[int, ...], fmt: Format, align: int
 
 
 def _pack_il16(arrays: MlxArrays, shape: tuple[int, ...], fmt: Format, out: U8) -> None:
-    targets = _block_parts(out, shape[1] // GROUP, fmt)
+    targets = _block_parts(out, shape[1] // block_inputs(fmt), fmt)
     if fmt.kind == "dense":
         _interleave(arrays.weight, targets[0])
         return
@@ -326,7 +331,8 @@ def unpack(weight: Weight, *, align: int = RESIDENT_ALIGN) -> MlxArrays:
         ]
         codes = data[: parts.codes_nbytes].copy().view(np.uint32).reshape(shape[0], -1)
         return MlxArrays(codes, *params)
-    rows = [_deinterleave(p, shape[0]) for p in _block_parts(data, shape[1] // GROUP, fmt)]
+    groups = shape[1] // block_inputs(fmt)
+    rows = [_deinterleave(p, shape[0]) for p in _block_parts(data, groups, fmt)]
     if fmt.kind == "affine" and fmt.bits == 3:
         rows[0] = _halves_to_stream(rows[0])
     return MlxArrays(*rows)
@@ -361,12 +367,29 @@ def _affine(codes: U8, scales: F32, biases: F32, fmt: Format) -> F32:
     return values
 
 
-def requantize_3bit(arrays: MlxArrays, fmt: Format) -> tuple[MlxArrays, Format]:
-    """A 4-bit weight as 3-bit codes, by the rule of the checkpoint's own quantiser.
+def affine_scales(low: F32, high: F32, bits: int) -> tuple[F32, F32]:
+    """Scale and bias of groups whose smallest and largest values are ``low`` and ``high``, float32.
 
-    Per group: the edge (smallest or largest value) of larger magnitude is represented exactly,
-    and the scale is negative where that edge is the largest value. Scale and bias are rounded to
-    ``fmt.dtype`` after the codes are chosen.
+    The rule is that of MLX's affine quantiser (``mx.quantize`` on its CPU), every step in float32:
+    the edge (smallest or largest value) of larger magnitude, the largest of equals, shall be
+    represented exactly. From ``scale = max((high - low) / (2^bits - 1), 1e-7)``, negative where the
+    edge is the largest value, follows ``steps = rint(edge / scale)``. Then ``bias = edge`` and
+    ``scale = edge / steps``; where ``steps`` is 0, bias is 0 and the scale stays.
+    """
+    from_low = np.abs(low) > np.abs(high)
+    scale = np.maximum((high - low) / np.float32((1 << bits) - 1), np.float32(1e-7))
+    scale = np.where(from_low, scale, -scale)
+    edge = np.where(from_low, low, high)
+    steps = np.rint(edge / scale)
+    bias = np.where(steps == 0, np.float32(0), edge)
+    scale = np.where(steps == 0, scale, edge / np.where(steps == 0, np.float32(1), steps))
+    return scale, bias
+
+
+def requantize_3bit(arrays: MlxArrays, fmt: Format) -> tuple[MlxArrays, Format]:
+    """A 4-bit weight as 3-bit codes, by the rule of ``affine_scales``.
+
+    Scale and bias are rounded to ``fmt.dtype`` after the codes are chosen.
     """
     if fmt.kind != "affine" or fmt.bits != 4:
         raise FormatError("3-bit experts are derived from 4-bit weights")
@@ -401,13 +424,7 @@ def _edges_3bit(grouped: U8, scales: F32, biases: F32, fmt: Format) -> tuple[F32
     first = _affine(grouped.min(axis=-1), scales, biases, fmt)
     last = _affine(grouped.max(axis=-1), scales, biases, fmt)
     low, high = np.minimum(first, last), np.maximum(first, last)
-    from_low = np.abs(low) > np.abs(high)
-    scale = np.maximum((high - low) / np.float32(7), np.float32(1e-7))
-    scale = np.where(from_low, scale, -scale)
-    edge = np.where(from_low, low, high)
-    steps = np.rint(edge / scale)
-    bias = np.where(steps == 0, np.float32(0), edge)
-    scale = np.where(steps == 0, scale, edge / np.where(steps == 0, np.float32(1), steps))
+    scale, bias = affine_scales(low, high, 3)
     levels = _affine(np.arange(16, dtype=np.uint8), scales[..., None], biases[..., None], fmt)
     table = np.rint((levels - bias[..., None]) / scale[..., None])
     return scale, bias, np.clip(table, 0, 7).astype(np.uint8)

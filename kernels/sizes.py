@@ -2,9 +2,11 @@
 
 Two layouts hold the same numbers in the same number of bytes, apart from padding:
 
-``il16``  blocks of 16 output rows by 64 inputs, ordered [row block][group]; rows are padded to a
-          multiple of 16. A block of an affine weight is 16 scales, 16 biases and then its codes as
-          words of 16 lanes; a block of a dense weight is 64 x 16 numbers, [input][lane].
+``il16``  blocks of 16 output rows by one group of inputs (64 in a dense weight), ordered [row
+          block][group]; rows are padded to a multiple of 16. A block of an affine weight is 16
+          scales, 16 biases and then its codes as words of 16 lanes, [word][lane]: a row's words
+          are the checkpoint's own, but for 3-bit codes (see formats). A block of a dense weight is
+          64 x 16 numbers, [input][lane].
 ``row``   the checkpoint's own packing: rows of codes, then scales, then biases, each part on a
           boundary of ``align`` bytes.
 
@@ -18,15 +20,18 @@ from dataclasses import dataclass, replace
 from aegis.kernels.base import Format, Layout
 
 GROUP = 64
-"""Inputs of one il16 block."""
+"""Inputs of one il16 block of a dense weight."""
+
+GROUPS = (32, 64, 128)
+"""Inputs that may share a scale and a bias."""
 
 LANES = 16
 """Output rows of one il16 block."""
 
 IL16_BITS = (3, 4, 8)
-"""Code widths that il16 has words for."""
+"""Code widths that conversion stores in il16: those that every backend of it computes with."""
 
-ROW_BITS = (2, 3, 4, 5, 6, 8)
+CODE_BITS = (2, 3, 4, 5, 6, 8)
 """Code widths that the checkpoint format knows."""
 
 RESIDENT_ALIGN = 64
@@ -75,26 +80,31 @@ def check_format(shape: tuple[int, ...], fmt: Format, layout: Layout) -> None:
     if not shape or any(size <= 0 for size in shape):
         raise FormatError(f"the shape {list(shape)} has no elements")
     if fmt.kind == "affine":
-        allowed = IL16_BITS if layout == "il16" else ROW_BITS
-        if fmt.bits not in allowed:
-            raise FormatError(f"{fmt.bits}-bit codes are not supported in layout {layout}")
-        if fmt.group_size != GROUP:
+        if fmt.bits not in CODE_BITS:
+            raise FormatError(f"{fmt.bits}-bit codes are not supported")
+        if fmt.group_size not in GROUPS:
             raise FormatError(
-                f"quantisation groups of {fmt.group_size} are not supported, only of {GROUP}"
+                f"quantisation groups of {fmt.group_size} are not supported, only of 32, 64 and 128"
             )
         if len(shape) != 2:
             raise FormatError(f"a quantised weight has 2 dimensions, not {len(shape)}")
     if len(shape) > 2:
         raise FormatError(f"a stored tensor has 1 or 2 dimensions, not {len(shape)}")
-    if len(shape) == 2 and shape[1] % GROUP and (layout == "il16" or fmt.kind == "affine"):
-        raise FormatError(f"{shape[1]} input features are not a multiple of {GROUP}")
+    width = block_inputs(fmt)
+    if len(shape) == 2 and shape[1] % width and (layout == "il16" or fmt.kind == "affine"):
+        raise FormatError(f"{shape[1]} input features are not a multiple of {width}")
+
+
+def block_inputs(fmt: Format) -> int:
+    """Inputs of one il16 block."""
+    return GROUP if fmt.kind == "dense" else fmt.group_size
 
 
 def block_nbytes(fmt: Format) -> int:
-    """Bytes of one il16 block of 16 rows by 64 inputs."""
+    """Bytes of one il16 block of 16 rows."""
     if fmt.kind == "dense":
         return GROUP * LANES * dtype_nbytes(fmt)
-    return 2 * LANES * dtype_nbytes(fmt) + LANES * GROUP * fmt.bits // 8
+    return 2 * LANES * dtype_nbytes(fmt) + LANES * fmt.group_size * fmt.bits // 8
 
 
 def row_parts(shape: tuple[int, int], fmt: Format, align: int = RESIDENT_ALIGN) -> RowParts:
@@ -114,7 +124,7 @@ def nbytes(shape: tuple[int, ...], fmt: Format, layout: Layout, align: int = RES
         return shape[0] * dtype_nbytes(fmt)
     rows, cols = shape
     if layout == "il16":
-        return align_up(rows, LANES) // LANES * (cols // GROUP) * block_nbytes(fmt)
+        return align_up(rows, LANES) // LANES * (cols // block_inputs(fmt)) * block_nbytes(fmt)
     if fmt.kind == "dense":
         return rows * cols * dtype_nbytes(fmt)
     return row_parts((rows, cols), fmt, align).nbytes

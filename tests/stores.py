@@ -6,6 +6,7 @@ import ctypes
 import json
 import mmap
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from strategies import write_safetensors
 
 from aegis.checkpoint.layout import ExpertBits
 from aegis.checkpoint.source import Checkpoint
@@ -34,6 +36,27 @@ def source_values(weight: SourceWeight) -> F32:
         raw = data.view(np.uint32 if codes else raw_dtype(weight.format))
         arrays.append(raw.reshape(weight.shape[0], -1))
     return dequantize_mlx(MlxArrays(*arrays), weight.format).reshape(weight.shape)
+
+
+def raw_tensors(path: Path) -> dict[str, tuple[str, NDArray[Any]]]:
+    """Type and raw numbers of every tensor of a checkpoint, as ``write_safetensors`` takes them."""
+    tensors = {}
+    for name, info in Checkpoint.open(path).tensors.items():
+        data = np.fromfile(info.path, np.uint8, info.nbytes, offset=info.offset)
+        raw = data.view(np.uint32 if info.dtype in ("U32", "F32") else np.uint16)
+        tensors[name] = (info.dtype, raw.reshape(info.shape))
+    return tensors
+
+
+def rewrite(source: Path, folder: Path, tensors: dict[str, Any], **config: Any) -> Path:
+    """A checkpoint with other tensors; config keys are changed, all else is as in ``source``."""
+    folder.mkdir()
+    write_safetensors(folder / "model.safetensors", tensors)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(source / name, folder / name)
+    old = json.loads((source / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(old | config))
+    return folder
 
 
 def checkpoint_values(path: Path) -> tuple[dict[str, F32], dict[tuple[int, int, str], F32]]:

@@ -53,6 +53,8 @@ class Choices:
     qkv_bias: bool = True
     bits: tuple[int, ...] = (4,)
     """The default width, then others that modules draw from."""
+    group_size: int = 64
+    """Of every module."""
     expert_bits: int | None = None
     """The width of every expert matrix; None: drawn per matrix."""
     expert_code_bits: int | None = None
@@ -117,8 +119,10 @@ def config_of(choices: Choices, entries: Mapping[str, int]) -> dict[str, Any]:
         "torch_dtype": "bfloat16",
     }
     if not choices.dense:
-        quantization: dict[str, Any] = {"group_size": 64, "bits": choices.bits[0], "mode": "affine"}
-        quantization |= {m: {"group_size": 64, "bits": bits} for m, bits in entries.items()}
+        size = choices.group_size
+        quantization: dict[str, Any] = {"group_size": size, "bits": choices.bits[0]}
+        quantization["mode"] = "affine"
+        quantization |= {m: {"group_size": size, "bits": bits} for m, bits in entries.items()}
         config["quantization"] = config["quantization_config"] = quantization
     return config
 
@@ -218,7 +222,7 @@ class _Builder:
             values = rng.uniform(-width / 2, width / 2, full).astype(np.float32)
             return {"weight": ("BF16", formats.f32_to_bf16(values))}
         codes = rng.integers(0, 1 << code_bits, full, dtype=np.uint8)
-        groups = (*full[:-1], shape[1] // 64)
+        groups = (*full[:-1], shape[1] // self._choices.group_size)
         scale = width / ((1 << code_bits) - 1) * np.exp(rng.normal(0, 0.2, groups))
         scales = np.where(rng.random(groups) < 0.5, scale, -scale)
         biases = scales * -((1 << code_bits) - 1) / 2

@@ -51,6 +51,7 @@ class Acquisition:
             slot = slot_of.get(first + expert, NOWHERE)
             if slot == NOWHERE:
                 self._missing.append(first + expert)
+                queue.failed.pop(first + expert, None)  # Of a guess, and of another time.
                 continue
             pins[slot] += 1
             if guessed[slot]:
@@ -114,6 +115,7 @@ class Acquisition:
             if key in failed:
                 del self._pending[key]
                 self._missing.append(key)
+                self._queue.forgive(key)
             elif slots.state[slot] == RESIDENT:
                 del self._pending[key]
                 self._arrived.append((key, slot))

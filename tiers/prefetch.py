@@ -29,6 +29,8 @@ class ReadQueue:
         """Slot to ticket."""
         self.failed: dict[int, ReadError] = {}
         """Expert key to what went wrong, until it is read again."""
+        self._adopted: set[int] = set()
+        """Keys of reads that are needed by somebody who did not begin them."""
 
     def start(self, slot: int, key: int, demand: bool) -> None:
         """Read expert ``key`` into the free ``slot``."""
@@ -55,13 +57,24 @@ class ReadQueue:
             self.ticket_of[slot] = ticket
             key = self.slots.key_of[slot]
             self.failed.pop(key, None)
+            self._adopted.discard(key)
             if not demand:
                 self.slots.guessed[slot] = True
                 self.counting[key // self.files.num_experts].guesses += 1
 
     def promote(self, slot: int) -> None:
-        """A guess has become a demand."""
+        """Somebody needs what another began to read: a guess becomes a demand."""
+        self._adopted.add(self.slots.key_of[slot])
         self.pool.promote(self.ticket_of[slot])
+
+    def forgive(self, key: int) -> bool:
+        """Forget that a read failed, if others had begun it: that says nothing about the disk now.
+        Such a read costs another one, never a token."""
+        if key not in self._adopted:
+            return False
+        self._adopted.remove(key)
+        del self.failed[key]
+        return True
 
     def cancel(self, slot: int) -> None:
         """Withdraw the read into ``slot`` if the disk has not begun, freeing the slot.

@@ -142,7 +142,8 @@ class LayerVisit:
         for key in list(self._queue.failed):
             if self._slot.pop(key, None) is not None:
                 insort(self._missing, key)
-                error = self._queue.failed.pop(key)
+                if not self._queue.forgive(key):
+                    error = self._queue.failed.pop(key)
         return error
 
     def _issue(self) -> None:

@@ -10,12 +10,10 @@ from aegis.checkpoint.config import ModelConfig
 from aegis.errors import StoreError
 from aegis.kernels.base import Format, Layout, Segment
 from aegis.kernels.sizes import (
-    GROUP,
     LANES,
     RECORD_ALIGN,
     RESIDENT_ALIGN,
     align_up,
-    block_nbytes,
     dtype_nbytes,
     nbytes,
 )
@@ -91,7 +89,10 @@ class StoreLayout:
         if experts == "4bit":
             return self.experts
         if self.experts_3bit is None:
-            raise StoreError("this model has no 4-bit experts to derive 3-bit ones from")
+            raise StoreError(
+                "this model has no 4-bit experts to derive 3-bit ones from; those of a plain"
+                " checkpoint become so with --bits 4"
+            )
         return self.experts_3bit
 
     def resident_nbytes(self, skip: Collection[str] = ()) -> int:
@@ -116,7 +117,7 @@ class StoreLayout:
         table = self.embedding
         cols = table.shape[1]
         if self.layout == "il16":
-            return EmbeddingRange(LANES, cols // GROUP * block_nbytes(table.format))
+            return EmbeddingRange(LANES, nbytes((LANES, cols), table.format, "il16"))
         if table.format.kind == "dense":
             return EmbeddingRange(1, cols * dtype_nbytes(table.format))
         return None

@@ -40,6 +40,22 @@ class ExpertNames:
 
 
 @dataclass(frozen=True)
+class QuantizeRules:
+    """What ``mlx_lm.convert`` makes of single tensors of a family, whatever width is asked for.
+
+    Each entry is how the names of such tensors end, as a store calls them (those of experts:
+    ``experts.gate_proj`` and so on).
+    """
+
+    eight_bit: tuple[str, ...] = ()
+    """Codes of 8 bits in groups of 64."""
+    plain: tuple[str, ...] = ()
+    """Matrices that are not quantised."""
+    own_type: tuple[str, ...] = ()
+    """Numbers that keep their type, where the config names another."""
+
+
+@dataclass(frozen=True)
 class TensorMap:
     """All tensors of a model family."""
 
@@ -49,3 +65,4 @@ class TensorMap:
     """Stripped from checkpoint names, each once, in this order."""
     ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
     """Patterns of names, without prefix, that a checkpoint may hold and nobody needs."""
+    quantize: QuantizeRules = QuantizeRules()

@@ -15,6 +15,7 @@ from aegis.cli.report import SCHEMA_VERSION, note_older_stores, print_json
 from aegis.cli.source import resolve_model
 
 if TYPE_CHECKING:
+    from aegis.checkpoint.config import QuantSpec
     from aegis.checkpoint.store import Store
     from aegis.kernels.base import Layout
 
@@ -37,6 +38,17 @@ if TYPE_CHECKING:
     help="3bit adds 3-bit expert files, also to a store that is there already.",
 )
 @click.option(
+    "--bits",
+    type=click.Choice(["2", "3", "4", "5", "6", "8"]),
+    help="Quantise a plain checkpoint (BF16, F16 or F32) to codes of this width, exactly as"
+    " mlx_lm.convert does. Needs STORE. [default: its numbers are kept]",
+)
+@click.option(
+    "--group-size",
+    type=click.Choice(["32", "64", "128"]),
+    help="Numbers that share a scale and a bias, with --bits. [default: 64]",
+)
+@click.option(
     "--layout",
     type=click.Choice(["il16", "row"]),
     help="il16 for the CPU kernels, row for MLX. [default: for what computes without --backend]",
@@ -48,6 +60,8 @@ def command(
     destination: Path | None,
     output: Path | None,
     experts: str,
+    bits: str | None,
+    group_size: str | None,
     layout: Layout | None,
     **options: Any,
 ) -> int:
@@ -58,12 +72,13 @@ def command(
     """
     if destination is not None and output is not None:
         raise click.UsageError("STORE is given twice: as an argument and with --output")
+    wanted = _wanted(bits, group_size, destination or output)
     folder = model_folder(resolve_model(source))
     from aegis.checkpoint.store import is_store
 
     layout = layout or _usual_layout()
     bar = ProgressBar("converting", options["quiet"])
-    store = _converted(folder, destination or output, layout, experts == "3bit", bar)
+    store = _converted(folder, destination or output, layout, experts == "3bit", wanted, bar)
     if not (destination or output or is_store(folder) or options["quiet"]):
         note_older_stores(folder, layout)
     if options["as_json"]:
@@ -80,6 +95,19 @@ def command(
     return 0
 
 
+def _wanted(bits: str | None, group_size: str | None, store: Path | None) -> QuantSpec | None:
+    from aegis.checkpoint.config import QuantSpec
+
+    if bits is None:
+        if group_size is not None:
+            raise click.UsageError("--group-size goes with --bits, which is not given")
+        return None
+    if store is None:
+        # In the cache nobody would find it: a model is looked up there by its checkpoint alone.
+        raise click.UsageError("--bits makes another model of MODEL; name the folder STORE for it")
+    return QuantSpec(int(bits), int(group_size or 64))
+
+
 def _usual_layout() -> Layout:
     """The one that ``aegis run`` will look for."""
     from aegis.engine.planning import backend_layout
@@ -90,7 +118,12 @@ def _usual_layout() -> Layout:
 
 
 def _converted(
-    folder: Path, destination: Path | None, layout: Layout, three_bit: bool, bar: ProgressBar
+    folder: Path,
+    destination: Path | None,
+    layout: Layout,
+    three_bit: bool,
+    wanted: QuantSpec | None,
+    bar: ProgressBar,
 ) -> Store:
     from aegis.checkpoint.source import Checkpoint
     from aegis.checkpoint.store import is_store
@@ -106,7 +139,7 @@ def _converted(
         return add_3bit(folder, bar)
     in_cache = destination is None
     checkpoint = Checkpoint.open(folder)
-    layout_of_checkpoint(checkpoint, layout)
+    layout_of_checkpoint(checkpoint, layout, wanted)
     # A store without a tokenizer that works could not be run: refused before anything is written.
     Tokenizer.open(folder)
     target = destination or cached_store_path(checkpoint, layout)
@@ -115,6 +148,7 @@ def _converted(
         target,
         layout=layout,
         experts3bit=three_bit,
+        quantize=wanted,
         progress=bar,
         replace_damaged=in_cache,
     )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import errno
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from aegis.checkpoint.config import COPIED_FILES
+from aegis.checkpoint.config import COPIED_FILES, QuantSpec
 from aegis.checkpoint.fileio import (
     PIECE_NBYTES,
     UncachedWriter,
@@ -20,7 +20,7 @@ from aegis.checkpoint.fileio import (
     sync_folder,
     write_file,
 )
-from aegis.checkpoint.layout import PARTS, StoreLayout
+from aegis.checkpoint.layout import PARTS, ExpertGeometry, StoreLayout
 from aegis.checkpoint.manifest import Checksums, Manifest, encode
 from aegis.checkpoint.source import Checkpoint
 from aegis.checkpoint.store import EXPERT_FOLDERS, MANIFEST, RESIDENT, Store, expert_file, is_store
@@ -35,8 +35,9 @@ from aegis.convert.build import (
 )
 from aegis.convert.identity import identity_of
 from aegis.convert.layout import layout_of, resolve_checkpoint
-from aegis.convert.names import Resolved
+from aegis.convert.names import ExpertSource, Resolved
 from aegis.convert.source_data import Streams, packed
+from aegis.convert.targets import in_3bit
 from aegis.convert.three_bit import write_3bit
 from aegis.convert.verify import verify
 from aegis.errors import CheckpointError, StoreError
@@ -55,13 +56,16 @@ def convert(
     *,
     layout: Layout = "il16",
     experts3bit: bool = False,
+    quantize: QuantSpec | None = None,
     progress: Progress | None = None,
     piece_nbytes: int = PIECE_NBYTES,
     replace_damaged: bool = False,
 ) -> Store:
     """Convert a checkpoint folder into a store at ``destination`` and open it.
 
-    A store of the same checkpoint and layout that is there already is used. ``piece_nbytes``
+    A store of the same checkpoint and layout that is there already is used. ``quantize``: a plain
+    checkpoint is quantised meanwhile, as ``mlx_lm.convert`` does it; its 3-bit experts then come
+    from the numbers themselves, else from the 4-bit codes. ``piece_nbytes``
     bounds each buffer; the whole conversion holds a few of them and two expert records.
     ``replace_damaged``: a store at ``destination`` that cannot be opened, or whose checksums
     are not those of its contents, is converted anew.
@@ -69,14 +73,15 @@ def convert(
     Raises:
         CheckpointError: the source is damaged, incomplete or not supported.
         StoreError: the destination cannot be written, or holds something else.
+        UsageError: there is no such quantisation.
     """
     if is_store(source):
         raise StoreError(f"{source} is a store already; only checkpoints are converted")
     target = Path(destination).absolute()
-    checkpoint, resolved = resolve_checkpoint(Checkpoint.open(source))
+    checkpoint, resolved = resolve_checkpoint(Checkpoint.open(source), quantize)
     plan = layout_of(checkpoint, resolved, layout)
-    identity = identity_of(checkpoint)
-    job = _Job(checkpoint, resolved, plan, experts3bit, progress, piece_nbytes)
+    identity = identity_of(checkpoint, quantize)
+    job = _Job(checkpoint, resolved, plan, quantize, experts3bit, progress, piece_nbytes)
     hint = ELSEWHERE if replace_damaged else "choose a destination on another disk"
     prepare_parent(target)
     with disk_errors(target.parent, hint), locked(target, job.report_nothing) as alone:
@@ -89,7 +94,7 @@ def convert(
                 job.write(folder, identity)
             found = Store.open(target)
         elif experts3bit and not found.has_3bit:
-            write_3bit(found, progress)
+            job.write_3bit(found)
             found = Store.open(target)
     return found
 
@@ -146,12 +151,13 @@ class _Job:
         checkpoint: Checkpoint,
         resolved: Resolved,
         plan: StoreLayout,
+        quantize: QuantSpec | None,
         experts3bit: bool,
         progress: Progress | None,
         piece_nbytes: int,
     ) -> None:
         self._checkpoint, self._resolved, self._plan = checkpoint, resolved, plan
-        self._experts3bit = experts3bit
+        self._quantize, self._experts3bit = quantize, experts3bit
         self._progress, self._piece_nbytes = progress, piece_nbytes
         self._done = 0
         kinds = plan.experts_nbytes() + (plan.experts_nbytes("3bit") if experts3bit else 0)
@@ -185,17 +191,14 @@ class _Job:
             experts = self._write_experts(folder, streams)
         source: dict[str, Any] = {"name": self._checkpoint.path.resolve().name}
         source["identity"] = identity
-        if identity_of(self._checkpoint) != identity:
+        if identity_of(self._checkpoint, self._quantize) != identity:
             raise CheckpointError(
                 f"{self._checkpoint.path} was changed while it was converted; convert it again"
             )
         manifest = Manifest(self._plan, resident, experts, files=files, source=source)
         write_file(folder / MANIFEST, encode(manifest))
         if self._experts3bit:
-            written = self._done
-            write_3bit(
-                Store.open(folder), lambda done, _: self._report(written + done - self._done)
-            )
+            self.write_3bit(Store.open(folder))
 
     def _copy_files(self, folder: Path) -> dict[str, tuple[int, int]]:
         return {name: copy_file(path, folder / name) for name, path in self._copied.items()}
@@ -219,29 +222,58 @@ class _Job:
 
     def _write_experts(self, folder: Path, streams: Streams) -> Checksums:
         (folder / EXPERT_FOLDERS["4bit"]).mkdir()
-        record = aligned_buffer(self._plan.experts.stride)
         layers = []
         for layer in self._plan.moe_layers:
-            checksums = []
-            with UncachedWriter(expert_file(folder, layer), self._piece_nbytes) as writer:
-                for expert in range(self._plan.num_experts):
-                    self._fill_record(record, streams, layer, expert)
-                    checksums.append(zlib.crc32(record.data))
-                    writer.write(record)
-                    self._report(record.size)
-            layers.append(tuple(checksums))
+            sources, path = self._resolved.experts[layer], expert_file(folder, layer)
+            layers.append(self._write_layer(path, self._plan.experts, sources, streams))
         sync_folder(folder / EXPERT_FOLDERS["4bit"])
         return tuple(layers)
 
+    def write_3bit(self, store: Store) -> None:
+        """Add 3-bit experts, from a plain checkpoint's own numbers rather than from 4-bit codes."""
+        geometry = self._plan.geometry("3bit")
+        self._done = start = self.total_nbytes - self._plan.experts_nbytes("3bit")
+        if self._quantize is None:
+            write_3bit(store, lambda done, _: self._report(start + done - self._done))
+            return
+        with Streams(self._piece_nbytes) as streams:
+
+            def write_layer(path: Path, layer: int) -> tuple[int, ...]:
+                sources = in_3bit(self._resolved.experts[layer])
+                return self._write_layer(path, geometry, sources, streams)
+
+            write_3bit(store, None, write_layer)
+
+    def _write_layer(
+        self,
+        path: Path,
+        geometry: ExpertGeometry,
+        sources: Mapping[str, ExpertSource],
+        streams: Streams,
+    ) -> tuple[int, ...]:
+        """The file of a layer's records; their checksums."""
+        record, checksums = aligned_buffer(geometry.stride), []
+        with UncachedWriter(path, self._piece_nbytes) as writer:
+            for expert in range(self._plan.num_experts):
+                self._fill_record(record, geometry, sources, streams, expert)
+                checksums.append(zlib.crc32(record.data))
+                writer.write(record)
+                self._report(record.size)
+        return tuple(checksums)
+
     def _fill_record(
-        self, record: np.ndarray[Any, np.dtype[np.uint8]], streams: Streams, layer: int, expert: int
+        self,
+        record: np.ndarray[Any, np.dtype[np.uint8]],
+        geometry: ExpertGeometry,
+        sources: Mapping[str, ExpertSource],
+        streams: Streams,
+        expert: int,
     ) -> None:
         """Padding is zero from the start and never written, so every record is deterministic."""
         layout = self._plan.layout
         align = RESIDENT_ALIGN if layout == "il16" else RECORD_ALIGN
         for part in PARTS:
-            segment = self._plan.experts.segments[part]
-            source = self._resolved.experts[layer][part]
+            segment, source = geometry.segments[part], sources[part]
             weight, first = source.of(expert)
             rows = range(first, first + source.rows)
             offset = segment.offset

@@ -6,6 +6,7 @@ import hashlib
 import os
 from pathlib import Path
 
+from aegis.checkpoint.config import QuantSpec
 from aegis.checkpoint.pagecache import drop_pages, expect_random_reads
 from aegis.checkpoint.source import Checkpoint
 from aegis.errors import CheckpointError
@@ -29,16 +30,18 @@ def model_name(path: Path) -> str:
     return EMBEDDED_NAME if resolved == embedded_path().resolve() else resolved.name
 
 
-def identity_of(checkpoint: Checkpoint) -> str:
+def identity_of(checkpoint: Checkpoint, quantize: QuantSpec | None = None) -> str:
     """A hex digest over config, tensor places, file sizes, times, and samples of the data.
 
     It does not depend on where the folder lies. Times don't count for the embedded model, which
-    every installation writes anew.
+    every installation writes anew. ``quantize``: what is made of it while it is converted.
 
     Raises:
         CheckpointError: a file cannot be read.
     """
     digest = hashlib.sha256()
+    if quantize is not None:
+        digest.update(f"{quantize.bits} bits in groups of {quantize.group_size}\n".encode())
     digest.update((checkpoint.path / "config.json").read_bytes())
     for name in sorted(checkpoint.tensors):
         tensor = checkpoint.tensors[name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from os import PathLike
 
+from aegis.checkpoint.config import QuantSpec
 from aegis.checkpoint.layout import (
     PARTS,
     StoreLayout,
@@ -14,25 +15,35 @@ from aegis.checkpoint.layout import (
 )
 from aegis.checkpoint.source import Checkpoint
 from aegis.convert.names import Resolved, SourceWeight, resolve
+from aegis.convert.targets import quantised
 from aegis.errors import CheckpointError
 from aegis.kernels.base import Format, Layout
 from aegis.kernels.sizes import FormatError, check_format, stored_format
 from aegis.models import family
 
 
-def layout_of_checkpoint(path: str | PathLike[str], layout: Layout = "il16") -> StoreLayout:
+def layout_of_checkpoint(
+    path: str | PathLike[str], layout: Layout = "il16", quantize: QuantSpec | None = None
+) -> StoreLayout:
     """What converting ``path`` would give; nothing but headers is read.
+
+    ``quantize``: how a plain checkpoint is quantised while it is converted.
 
     Raises:
         CheckpointError: the checkpoint is damaged, incomplete or not supported.
     """
-    return layout_of(*resolve_checkpoint(Checkpoint.open(path)), layout)
+    return layout_of(*resolve_checkpoint(Checkpoint.open(path), quantize), layout)
 
 
-def resolve_checkpoint(checkpoint: Checkpoint) -> tuple[Checkpoint, Resolved]:
-    """The checkpoint and where in it everything lies."""
+def resolve_checkpoint(
+    checkpoint: Checkpoint, quantize: QuantSpec | None = None
+) -> tuple[Checkpoint, Resolved]:
+    """The checkpoint and where in it everything lies, and what it becomes."""
     tensor_map = family(checkpoint.config.model_type).tensor_map(checkpoint.config)
-    return checkpoint, resolve(checkpoint, tensor_map)
+    resolved = resolve(checkpoint, tensor_map)
+    if quantize is not None:
+        resolved = quantised(checkpoint, resolved, tensor_map.quantize, quantize)
+    return checkpoint, resolved
 
 
 def layout_of(checkpoint: Checkpoint, resolved: Resolved, layout: Layout) -> StoreLayout:
@@ -65,7 +76,7 @@ def _stored(weight: SourceWeight, layout: Layout) -> Format:
     """Vectors become f32, which is exact; matrices keep their numbers."""
     if len(weight.shape) == 1:
         return Format("dense", "f32")
-    fmt = stored_format(weight.format, layout)
+    fmt = stored_format(weight.stored, layout)
     try:
         check_format(weight.shape, fmt, layout)
     except FormatError as error:

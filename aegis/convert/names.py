@@ -32,6 +32,13 @@ class SourceWeight:
     shape: tuple[int, ...]
     format: Format
     tensors: tuple[TensorInfo, ...]
+    target: Format | None = None
+    """What a plain weight becomes while it is converted; None: it stays what it is."""
+
+    @property
+    def stored(self) -> Format:
+        """The format in which conversion takes it up."""
+        return self.target or self.format
 
     def row_nbytes(self, part: int) -> int:
         """Bytes of one row of one of the tensors."""
@@ -109,7 +116,12 @@ class _Finder:
             self._tensors[name] = tensor
 
     def has(self, source: str) -> bool:
-        return (source if source.endswith(".bias") else f"{source}.weight") in self._tensors
+        return self._tensor_name(source) in self._tensors
+
+    def _tensor_name(self, source: str) -> str:
+        """Biases and some stacked experts are tensors themselves, all else are modules."""
+        own = source.endswith(".bias") or source in self._tensors
+        return source if own else f"{source}.weight"
 
     def _take(self, name: str) -> TensorInfo:
         if name not in self._tensors:
@@ -121,8 +133,7 @@ class _Finder:
 
     def weight(self, source: str, shape: tuple[int, ...], stack: int = 0) -> SourceWeight:
         """A vector or matrix; ``stack`` > 0: that many matrices in one tensor."""
-        name = source if source.endswith(".bias") else f"{source}.weight"
-        tensor = self._take(name)
+        tensor = self._take(self._tensor_name(source))
         lead = (stack,) if stack else ()
         rows = (stack or 1) * shape[0]
         if f"{source}.scales" not in self._tensors or source.endswith(".bias"):
@@ -163,36 +174,24 @@ class _Finder:
 
     def experts(self, names: ExpertNames, layer: int, part: str) -> ExpertSource:
         """One matrix of a layer's experts, in whichever spelling the checkpoint has."""
-        shape = names.shapes[part]
-        stacked = names.stacked.format(layer=layer, part=part)
-        if self.has(stacked):
-            return ExpertSource((self.weight(stacked, shape, names.num_experts),), shape[0])
-        fused = self._fused(names, layer, part)
-        if fused is not None:
-            return fused
+        rows, cols = names.shapes[part]
+        count = names.num_experts
+        alone, fused = _spellings(names, layer, part)
+        for source in filter(self.has, alone):
+            return ExpertSource((self.weight(source, (rows, cols), count),), rows)
+        for source in filter(self.has, fused):
+            weight = self.weight(source, (2 * rows, cols), count)
+            return ExpertSource((weight,), rows, rows if part == "up_proj" else 0, 2 * rows)
         word = names.separate_parts.get(part, part)
         separate = [
-            names.separate.format(layer=layer, part=word, expert=expert)
-            for expert in range(names.num_experts)
+            names.separate.format(layer=layer, part=word, expert=expert) for expert in range(count)
         ]
         if not any(map(self.has, separate)):
             raise CheckpointError(
-                f"{self._path} lacks the experts of layer {layer}: neither {stacked}.weight nor"
+                f"{self._path} lacks the experts of layer {layer}: neither {alone[0]}.weight nor"
                 f" {separate[0]}.weight is there"
             )
-        return ExpertSource(tuple(self.weight(name, shape) for name in separate), shape[0])
-
-    def _fused(self, names: ExpertNames, layer: int, part: str) -> ExpertSource | None:
-        """A matrix in the spelling that joins gate_proj and up_proj; None: not spelt so."""
-        rows, cols = names.shapes[part]
-        both, down = names.fused or ("", "")
-        source = (down if part == "down_proj" else both).format(layer=layer)
-        if not source or not self.has(source):
-            return None
-        if part == "down_proj":
-            return ExpertSource((self.weight(source, (rows, cols), names.num_experts),), rows)
-        weight = self.weight(source, (2 * rows, cols), names.num_experts)
-        return ExpertSource((weight,), rows, rows if part == "up_proj" else 0, 2 * rows)
+        return ExpertSource(tuple(self.weight(n, (rows, cols)) for n in separate), rows)
 
     def refuse_leftovers(self) -> None:
         for name in sorted(self._tensors.keys() - self._used):
@@ -201,6 +200,18 @@ class _Finder:
                     f"{self._path} holds {self._tensors[name].name}, which a model of this family"
                     " does not use; the config or the checkpoint is of another model"
                 )
+
+
+def _spellings(names: ExpertNames, layer: int, part: str) -> tuple[list[str], list[str]]:
+    """Modules that may hold a matrix of all experts: by itself, and gate_proj's rows of each expert
+    with up_proj's behind them."""
+    # Converters call the module that holds them by one or the other.
+    stacked = [names.stacked, names.stacked.replace("switch_mlp", "switch_glu")]
+    alone = [spelling.format(layer=layer, part=part) for spelling in stacked]
+    both, down = (name.format(layer=layer) for name in names.fused or ("", ""))
+    if part == "down_proj":
+        return [*alone, down], []
+    return alone, [*(s.format(layer=layer, part="gate_up_proj") for s in stacked), both]
 
 
 def _check_tensor(tensor: TensorInfo, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:

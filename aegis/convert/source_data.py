@@ -13,15 +13,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aegis.checkpoint.fileio import UncachedReader
+from aegis.checkpoint.safetensors import TensorInfo
 from aegis.convert.names import SourceWeight
+from aegis.convert.quantize import quantize
 from aegis.errors import CheckpointError
 from aegis.kernels.base import Format, Layout
-from aegis.kernels.formats import MlxArrays, Raw, pack, raw_dtype, repack_codes, to_f32
-from aegis.kernels.sizes import LANES, align_up
+from aegis.kernels.formats import (
+    MlxArrays,
+    Raw,
+    from_f32,
+    pack,
+    raw_dtype,
+    repack_codes,
+    to_f32,
+)
+from aegis.kernels.sizes import LANES, FormatError, align_up, dtype_nbytes
 
 U8 = NDArray[np.uint8]
 
 _AHEAD_NBYTES = 128 << 10
+_KEPT_NBYTES = 8 << 20
+"""Scales and biases that may wait in memory behind their codes."""
+
 _EXPONENT = {"bf16": 0x7F80, "f16": 0x7C00, "f32": 0x7F800000}
 
 
@@ -74,60 +87,133 @@ def packed(
     ``role`` names the streams to read through. ``fmt`` is the stored format.
     """
     if len(weight.shape) == 1:
-        raw = _read_part(streams, role, weight, 0, rows, 1)
-        yield to_f32(raw.reshape(-1), weight.format).view(np.uint8)
+        numbers = _read_weight(streams, role, weight, rows, weight.stored).weight
+        yield to_f32(numbers.reshape(-1), weight.stored).view(np.uint8)
     elif layout == "il16":
         yield from _packed_il16(streams, role, weight, rows, fmt)
     else:
         yield from _packed_row(streams, role, weight, rows, fmt, align)
 
 
+def _params_nbytes(numbers: int, fmt: Format) -> int:
+    """Bytes of the scales and biases of so many numbers."""
+    return 2 * numbers // fmt.group_size * dtype_nbytes(fmt) if fmt.kind == "affine" else 0
+
+
+def _pieces(streams: Streams, rows: range, row_nbytes: int, multiple: int = 1) -> Iterator[range]:
+    """Ranges of rows that take about a piece."""
+    step = max(multiple, streams.piece_nbytes // row_nbytes // multiple * multiple)
+    for start in range(rows.start, rows.stop, step):
+        yield range(start, min(start + step, rows.stop))
+
+
 def _packed_il16(
     streams: Streams, role: str, weight: SourceWeight, rows: range, fmt: Format
 ) -> Iterator[U8]:
-    step = max(LANES, streams.piece_nbytes // weight.row_nbytes(0) // LANES * LANES)
-    for start in range(rows.start, rows.stop, step):
-        part = range(start, min(start + step, rows.stop))
-        arrays = [
-            _read_part(streams, role, weight, index, part, fmt.bits)
-            for index in range(len(weight.tensors))
-        ]
-        yield pack(MlxArrays(*arrays), fmt, "il16")
+    for part in _pieces(streams, rows, weight.row_nbytes(0), LANES):
+        yield pack(_read_weight(streams, role, weight, part, fmt), fmt, "il16")
 
 
 def _packed_row(
     streams: Streams, role: str, weight: SourceWeight, rows: range, fmt: Format, align: int
 ) -> Iterator[U8]:
     written = 0
-    for index in range(len(weight.tensors)):
+    for array in _row_arrays(streams, role, weight, rows, fmt):
         padding = align_up(written, align) - written
         if padding:
             yield np.zeros(padding, dtype=np.uint8)
         written += padding
-        step = max(1, streams.piece_nbytes // weight.row_nbytes(index))
-        for start in range(rows.start, rows.stop, step):
-            part = range(start, min(start + step, rows.stop))
-            data = _read_part(streams, role, weight, index, part, fmt.bits)
+        for data in array:
             piece = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
             written += piece.size
             yield piece
+
+
+def _row_arrays(
+    streams: Streams, role: str, weight: SourceWeight, rows: range, fmt: Format
+) -> Iterator[Iterator[Raw]]:
+    """Code words, scales and biases (or plain numbers), one after the other, each in pieces."""
+    if weight.target is None:
+        for index in range(len(weight.tensors)):
+            parts = _pieces(streams, rows, weight.row_nbytes(index))
+            yield (_read_part(streams, role, weight, index, part, fmt.bits) for part in parts)
+        return
+    # Quantising again is dearer than keeping the scales and biases of what fits; what does not
+    # is read once for each of the three.
+    again = 3 if fmt.kind == "affine" else 1
+    keep = _params_nbytes(len(rows) * weight.shape[1], fmt) <= _KEPT_NBYTES
+    kept: list[list[Raw]] = [[], []]
+
+    def arrays(index: int) -> Iterator[Raw]:
+        for part in _pieces(streams, rows, weight.row_nbytes(0)):
+            found = _read_weight(streams, role, weight, part, fmt)
+            if keep and index == 0:
+                for each, array in zip(kept, found[1:], strict=True):
+                    if array is not None:
+                        each.append(array)
+            chosen = found[index]
+            assert chosen is not None
+            yield chosen
+
+    for index in range(again):
+        yield iter(kept[index - 1]) if keep and index else arrays(index)
+
+
+def _read_weight(
+    streams: Streams, role: str, weight: SourceWeight, rows: range, fmt: Format
+) -> MlxArrays:
+    """Rows of a weight as the checkpoint's arrays, quantised if that is its target; code words at
+    the width of ``fmt``."""
+    if weight.target is None:
+        count = range(len(weight.tensors))
+        return MlxArrays(*(_read_part(streams, role, weight, i, rows, fmt.bits) for i in count))
+    tensor, target = weight.tensors[0], weight.target
+    raw = _read_numbers(streams, role, weight, 0, rows)
+    if target.dtype != weight.format.dtype:
+        _refuse_not_finite(raw, weight.format, tensor)
+        with np.errstate(over="ignore"):
+            raw = from_f32(to_f32(raw, weight.format), target)
+        _refuse_not_finite(raw, target, tensor, f" as {target.dtype}")
+    if target.kind == "dense":
+        return MlxArrays(raw)
+    try:
+        arrays, _ = quantize(raw, target, target.bits, target.group_size)
+    except FormatError as error:
+        _refuse_not_finite(raw, target, tensor)
+        raise CheckpointError(
+            f"{tensor.name} in {tensor.path} cannot be quantised: {error}; convert it without"
+            " --bits"
+        ) from error
+    return arrays._replace(weight=repack_codes(arrays.weight, target.bits, fmt.bits))
 
 
 def _read_part(
     streams: Streams, role: str, weight: SourceWeight, index: int, rows: range, bits: int
 ) -> Raw:
     """Rows of one of a weight's tensors as [rows, items]; code words at ``bits`` per code."""
+    raw = _read_numbers(streams, role, weight, index, rows)
+    if weight.format.kind == "affine" and index == 0:
+        return repack_codes(raw, weight.format.bits, bits)
+    _refuse_not_finite(raw, weight.format, weight.tensors[index])
+    return raw
+
+
+def _read_numbers(
+    streams: Streams, role: str, weight: SourceWeight, index: int, rows: range
+) -> Raw:
+    """Rows of one of a weight's tensors as they lie in the file."""
     tensor, row_nbytes = weight.tensors[index], weight.row_nbytes(index)
     offset = tensor.offset + rows.start * row_nbytes
     data = streams.read(f"{role}.{index}", tensor.path, offset, len(rows) * row_nbytes)
-    if weight.format.kind == "affine" and index == 0:
-        words = data.view(np.uint32).reshape(len(rows), -1)
-        return repack_codes(words, weight.format.bits, bits)
-    raw: Raw = data.view(raw_dtype(weight.format)).reshape(len(rows), -1)
-    mask = raw.dtype.type(_EXPONENT[weight.format.dtype])
+    words = weight.format.kind == "affine" and index == 0
+    raw: Raw = data.view(np.uint32 if words else raw_dtype(weight.format))
+    return raw.reshape(len(rows), -1)
+
+
+def _refuse_not_finite(raw: Raw, fmt: Format, tensor: TensorInfo, how: str = "") -> None:
+    mask = raw.dtype.type(_EXPONENT[fmt.dtype])
     if ((raw & mask) == mask).any():
         raise CheckpointError(
-            f"{tensor.name} in {tensor.path} holds values that are not finite (NaN or infinity);"
-            " the checkpoint is damaged"
+            f"{tensor.name} in {tensor.path} holds values that are not finite{how} (NaN or"
+            " infinity); the checkpoint is damaged"
         )
-    return raw

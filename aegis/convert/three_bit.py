@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -50,10 +51,16 @@ def add_3bit(path: str | Path, progress: Callable[[int, int], None] | None = Non
     return Store.open(folder)
 
 
-def write_3bit(store: Store, progress: Callable[[int, int], None] | None = None) -> None:
+def write_3bit(
+    store: Store,
+    progress: Callable[[int, int], None] | None = None,
+    write_layer: Callable[[Path, int], tuple[int, ...]] | None = None,
+) -> None:
     """Write the 3-bit files of a store that lacks them; the caller holds the store's lock.
 
-    store.json is replaced last, so an interrupted run leaves the store as it was.
+    store.json is replaced last, so an interrupted run leaves the store as it was. ``write_layer``
+    writes a layer's file and returns its checksums, where there is something better to derive it
+    from than the 4-bit one.
     """
     layout = store.layout
     if layout.experts_3bit is None:
@@ -65,13 +72,15 @@ def write_3bit(store: Store, progress: Callable[[int, int], None] | None = None)
     checksums = []
     with partial_folder(target, replace=True) as folder:
         for layer in layout.moe_layers:
-            checksums.append(_convert_layer(store, folder, layer))
+            path = expert_file(store.path, layer, "3bit")
+            write = write_layer or partial(_convert_layer, store)
+            checksums.append(write(folder / path.name, layer))
             if progress:
                 progress(total * len(checksums) // len(layout.moe_layers), total)
     write_file(store.path / MANIFEST, encode(store.manifest.with_3bit(tuple(checksums))))
 
 
-def _convert_layer(store: Store, folder: Path, layer: int) -> tuple[int, ...]:
+def _convert_layer(store: Store, target: Path, layer: int) -> tuple[int, ...]:
     layout, old, new = store.layout, store.layout.geometry("4bit"), store.layout.geometry("3bit")
     expected = store.expert_checksums()[layout.moe_layers.index(layer)]
     record, out = aligned_buffer(old.stride), aligned_buffer(new.stride)
@@ -79,7 +88,7 @@ def _convert_layer(store: Store, folder: Path, layer: int) -> tuple[int, ...]:
     source = expert_file(store.path, layer)
     with (
         _opened(source) as reader,
-        UncachedWriter(folder / source.name, PIECE_NBYTES) as writer,
+        UncachedWriter(target, PIECE_NBYTES) as writer,
     ):
         for expert in range(layout.num_experts):
             try:

@@ -24,8 +24,8 @@ from aegis.engine.numbers import (
 )
 from aegis.errors import BackendError, UsageError, shown
 from aegis.kernels import registry
-from aegis.kernels.base import BackendUnavailableError, SlotPart, WorkspaceSpec
-from aegis.kernels.sizes import align_up
+from aegis.kernels.base import BackendUnavailableError, Format, SlotPart, WorkspaceSpec
+from aegis.kernels.sizes import align_up, block_inputs
 from aegis.kernels.threads import default_threads, usable_processors
 from aegis.models import check_layout, family
 from aegis.planner import MemoryPlan, PlanRequest, PrefillOption, Surroundings, parse_size
@@ -91,6 +91,7 @@ class Request:
             max_logit_rows=LOGIT_ROWS,
             threads=self.threads,
             num_resident_weights=_num_resident_weights(self.layout),
+            num_resident_groups=_num_resident_groups(self.layout),
             number_nbytes=NUMBER_NBYTES[self.numbers],
             num_layers=shape.num_hidden_layers,
         )
@@ -104,6 +105,11 @@ class Request:
 def _num_resident_weights(layout: StoreLayout) -> int:
     shapes = [tensor.shape for tensor in layout.resident.values()]
     return sum(align_up(s[0], 16) * s[1] for s in shapes if len(s) == 2)
+
+
+def _num_resident_groups(layout: StoreLayout) -> int:
+    matrices = [tensor for tensor in layout.resident.values() if len(tensor.shape) == 2]
+    return sum(align_up(t.shape[0], 16) * t.shape[1] // block_inputs(t.format) for t in matrices)
 
 
 def settings_for(cap: str | int, options: Mapping[str, Any]) -> Settings:
@@ -214,7 +220,12 @@ def _refuse_unsupported(request: Request) -> None:
     """Before a conversion, which may take minutes."""
     sizes = importlib.import_module(f"aegis.kernels.{request.backend}.sizes")
     unsupported = cast("Callable[[WorkspaceSpec], str | None]", sizes.unsupported)
-    if (reason := unsupported(request.workspace(1))) is not None:
+    by_format = cast("Callable[[Format], str | None]", sizes.unsupported_format)
+    layout = request.layout
+    formats = {tensor.format for tensor in layout.resident.values()}
+    formats |= {segment.format for segment in layout.experts.segments.values()}
+    reasons = [unsupported(request.workspace(1)), *map(by_format, formats)]
+    if (reason := next(filter(None, reasons), None)) is not None:
         raise BackendError(
             f"the {request.backend} backend cannot compute this model: {reason}; use another one"
             " (--backend reference) or another model"

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from aegis.checkpoint.tensor_map import ExpertNames, ResidentName, TensorMap
+from aegis.checkpoint.tensor_map import ExpertNames, QuantizeRules, ResidentName, TensorMap
 from aegis.kernels.base import AttentionSpec, ExpertsSpec, HeadSpec, QKNorm, RouterSpec
 from aegis.models.base import Decoder, DecoderLayer, ModelShape, Parts
 from aegis.models.layers import (
@@ -33,7 +33,7 @@ class MoeNames:
     stacked: str = "mlp.switch_mlp.{part}"
     separate: str = "mlp.experts.{expert}.{part}"
     separate_parts: Mapping[str, str] = field(default_factory=dict)
-    fused: tuple[str, str] | None = None
+    fused: tuple[str, str] | None = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class Description:
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0
     names: MoeNames = MoeNames()
+    quantize: QuantizeRules = field(default_factory=QuantizeRules)
 
 
 def read_shape(
@@ -107,7 +108,8 @@ def tensor_map(model: Description) -> TensorMap:
         separate_parts=names.separate_parts,
         fused=(prefix + names.fused[0], prefix + names.fused[1]) if names.fused else None,
     )
-    return TensorMap(tuple(resident), experts, ignored=(*TensorMap.ignored, *tied))
+    ignored = (*TensorMap.ignored, *tied)
+    return TensorMap(tuple(resident), experts, ignored=ignored, quantize=model.quantize)
 
 
 def _layer_names(prefix: str, model: Description) -> list[ResidentName]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from aegis.checkpoint.tensor_map import QuantizeRules
 from aegis.models import decoder
 from aegis.models.decoder import Description, MoeNames
 from aegis.models.layers import refuse_unsupported, rope_theta
@@ -19,6 +20,9 @@ _NAMES = MoeNames(
     stacked="block_sparse_moe.switch_mlp.{part}",
     separate="block_sparse_moe.experts.{expert}.{part}",
     fused=("block_sparse_moe.input_linear", "block_sparse_moe.output_linear"),
+)
+_RULES = QuantizeRules(
+    eight_bit=("self_attn.o_proj", "experts.down_proj", "mlp.gate", "lm_head"),
 )
 _MULTIPLIERS = {
     "embedding_multiplier",
@@ -41,6 +45,7 @@ def describe(config: ModelConfig) -> Description:
         residual_multiplier=config.float("residual_multiplier", 1.0),
         logits_scaling=config.float("logits_scaling", 1.0),
         names=_NAMES,
+        quantize=_RULES,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from aegis.checkpoint.tensor_map import QuantizeRules
 from aegis.models import decoder
 from aegis.models.decoder import Description
 from aegis.models.layers import refuse_unsupported, rope_theta
@@ -24,6 +25,7 @@ def describe(config: ModelConfig) -> Description:
         rope_theta=rope_theta(config),
         norm_topk_prob=config.bool("norm_topk_prob", False),
         qk_norm="head",
+        quantize=QuantizeRules(eight_bit=("mlp.gate",)),
     )
 
 

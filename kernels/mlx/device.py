@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_DTYPES = {"f32": mx.float32, "bf16": mx.bfloat16, "f16": mx.float16}
+DTYPES = {"f32": mx.float32, "bf16": mx.bfloat16, "f16": mx.float16}
+"""MLX's type of numbers."""
 _CPU_TILE_ROWS = 4
 """The CPU computes padding rows one by one like all others."""
 _CUDA_ROWS = 64
@@ -46,7 +47,7 @@ class Traits:
     @property
     def dtype(self) -> mx.Dtype:
         """MLX's type of activations."""
-        return _DTYPES[self.numbers]
+        return DTYPES[self.numbers]
 
     def attention_is_fused(self, head_dim: int) -> bool:
         """Whether attention over a chunk of queries needs no memory for scores."""

@@ -12,8 +12,6 @@ from aegis.kernels.mlx.device import Traits
 from aegis.kernels.mlx.memory import MlxMemory
 from aegis.kernels.sizes import dtype_nbytes
 
-_VIEWS = {"bf16": mx.bfloat16, "f16": mx.float16, "f32": mx.float32}
-
 
 class MlxEmbedding:
     """EmbeddingBlock over layout row. A row of a quantised table lies in three places of it, so
@@ -71,5 +69,5 @@ class MlxEmbedding:
 
     def from_rows(self, ids: NDArray[np.int32], rows: NDArray[np.uint8]) -> mx.array:
         """The same from rows read from disk, uint8 [T, row_nbytes]."""
-        numbers = mx.array(rows[: len(ids)]).view(_VIEWS[self._format.dtype])
+        numbers = mx.array(rows[: len(ids)]).view(device.DTYPES[self._format.dtype])
         return self._multiplied(numbers.astype(self._traits.dtype))

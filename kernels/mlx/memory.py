@@ -26,7 +26,6 @@ Arrays = tuple[mx.array, ...]
 """Codes, scales and biases of an affine matrix, or the numbers of a dense one."""
 
 _OF_ONE_INPUT = ("gate_proj", "up_proj")
-_VIEWS = {"bf16": mx.bfloat16, "f16": mx.float16, "f32": mx.float32}
 
 
 def host_view(array: mx.array) -> NDArray[Any]:
@@ -38,7 +37,7 @@ def host_view(array: mx.array) -> NDArray[Any]:
 
 def _raw(fmt: Format) -> tuple[type[np.uint16] | type[np.uint32], mx.Dtype]:
     """The unsigned type numbers are written through, since numpy has no bfloat16; and their own."""
-    return (np.uint16 if dtype_nbytes(fmt) == 2 else np.uint32), _VIEWS[fmt.dtype]
+    return (np.uint16 if dtype_nbytes(fmt) == 2 else np.uint32), device.DTYPES[fmt.dtype]
 
 
 class MlxMemory:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from aegis.kernels.base import KVSpec, Segment, WorkspaceSpec
+from aegis.kernels.base import Format, KVSpec, Segment, WorkspaceSpec
 from aegis.kernels.sizes import RECORD_ALIGN, align_up, row_parts
 
 PREFILL_STEP = 256
@@ -69,6 +69,12 @@ def unsupported(spec: WorkspaceSpec) -> str | None:
     return None
 
 
+def unsupported_format(fmt: Format) -> str | None:
+    """Why this backend cannot compute with weights of this format: it can with all."""
+    del fmt
+    return None
+
+
 def capacity(spec: KVSpec) -> int:
     """Positions that a cache has room for."""
     positions = align_up(spec.context, _POSITIONS)
@@ -109,8 +115,8 @@ def _experts(spec: WorkspaceSpec) -> int:
 
 
 def _widened(spec: WorkspaceSpec) -> int:
-    """Scales and biases of resident weights as float32, one of each per 64 inputs."""
-    return spec.num_resident_weights // 8 if spec.number_nbytes == 4 else 0
+    """Scales and biases of resident weights as float32."""
+    return 2 * 4 * spec.num_resident_groups if spec.number_nbytes == 4 else 0
 
 
 def _kv_copy(spec: WorkspaceSpec) -> int:

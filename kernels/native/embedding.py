@@ -9,7 +9,7 @@ from aegis.kernels.base import Format, Layout, Weight
 from aegis.kernels.native import _native
 from aegis.kernels.native.descs import linear_desc, located_desc
 from aegis.kernels.native.workspace import Workspace
-from aegis.kernels.sizes import GROUP, LANES, block_nbytes
+from aegis.kernels.sizes import LANES, nbytes
 
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
@@ -34,7 +34,7 @@ class NativeEmbedding:
                 f"the embedding has {shape[1]} columns but hidden_size is "
                 f"{workspace.spec.hidden_size}"
             )
-        self.row_nbytes = shape[1] // GROUP * block_nbytes(fmt)
+        self.row_nbytes = nbytes((LANES, shape[1]), fmt, "il16")
         self._rows = shape[0]
         self._table = table
         self._desc = located_desc(0, shape, fmt) if table is None else linear_desc(table)

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from aegis.kernels.base import Segment, WorkspaceSpec
+from aegis.kernels.base import Format, Segment, WorkspaceSpec
 from aegis.kernels.native.sizes_attention import (
     attention_scratch_nbytes,
     head_scratch_nbytes,
     kv_nbytes,
     router_scratch_nbytes,
 )
+from aegis.kernels.sizes import GROUP, IL16_BITS
 
 __all__ = [
     "Region",
@@ -24,6 +25,7 @@ __all__ = [
     "regions",
     "slot_nbytes",
     "unsupported",
+    "unsupported_format",
     "workspace_nbytes",
 ]
 
@@ -62,6 +64,15 @@ def unsupported(spec: WorkspaceSpec) -> str | None:
         return f"its head_dim is {spec.head_dim}, and only {allowed} are implemented"
     if spec.num_experts > MOST_EXPERTS:
         return f"it has {spec.num_experts} experts in a layer, and the most is {MOST_EXPERTS}"
+    return None
+
+
+def unsupported_format(fmt: Format) -> str | None:
+    """Why this backend cannot compute with weights of this format; None where it can."""
+    if fmt.kind == "affine" and fmt.group_size != GROUP:
+        return f"it is quantised in groups of {fmt.group_size}, and only {GROUP} is implemented"
+    if fmt.kind == "affine" and fmt.bits not in IL16_BITS:
+        return f"it has {fmt.bits}-bit codes, and only those of 3, 4 and 8 bits are implemented"
     return None
 
 

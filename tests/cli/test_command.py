@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from strategies import write_checkpoint
 
 Aegis = Callable[..., subprocess.CompletedProcess[str]]
 SMALL = ("--backend", "reference", "-c", "64", "--cap", "1GiB")
@@ -249,6 +250,33 @@ def test_convert_prints_the_store_and_verify_finds_damage(
     damaged = aegis("verify", str(store), "--json")
     assert (damaged.returncode, json.loads(damaged.stdout)["ok"]) == (1, False)
     assert "convert the model again" in damaged.stderr
+
+
+def test_a_plain_checkpoint_is_quantised_into_a_store_that_runs(
+    aegis: Aegis, tmp_path: Path
+) -> None:
+    plain = str(write_checkpoint(tmp_path / "plain", dense=True))
+    made = aegis("convert", plain, "store", "--bits", "4", "--experts", "3bit", "--json")
+    assert json.loads(made.stdout)["experts"] == ["4bit", "3bit"], made.stderr
+    done = aegis("run", "store", "one", "--raw", "-n", "4", "--ignore-eos", "-q", *SMALL)
+    assert done.returncode == 0, done.stderr
+    other = aegis("convert", plain, "store", "--bits", "4", "--group-size", "32")
+    assert (other.returncode, "another checkpoint or layout" in other.stderr) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--bits", "4"], "name the folder STORE"),
+        (["store", "--group-size", "32"], "goes with --bits"),
+        (["store", "--bits", "7"], "'7' is not one of"),
+    ],
+)
+def test_a_quantisation_that_is_half_said_is_wrong_usage(
+    aegis: Aegis, small_model: str, arguments: list[str], words: str
+) -> None:
+    done = aegis("convert", small_model, *arguments)
+    assert (done.returncode, words in done.stderr) == (2, True), done.stderr
 
 
 def test_a_damaged_expert_ends_a_run_in_one_sentence(

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +21,24 @@ from stores import (
     cached_nbytes,
     checkpoint_values,
     expert_values,
+    raw_tensors,
     require_direct_io,
     resident_values,
+    rewrite,
 )
 from strategies import Choices, checkpoint_choices, seeds, write_checkpoint, write_choices
 
+from aegis.checkpoint.config import QuantSpec
 from aegis.checkpoint.source import Checkpoint
 from aegis.checkpoint.store import Store
 from aegis.convert import convert as convert_module
 from aegis.convert.cache import embedded_path
 from aegis.convert.convert import convert
+from aegis.convert.quantize import quantize
 from aegis.convert.verify import verify
 from aegis.errors import CheckpointError, StoreError
-from aegis.kernels.base import Layout
+from aegis.kernels.base import Format, Layout
+from aegis.kernels.sizes import CODE_BITS, GROUPS
 
 layouts: st.SearchStrategy[Layout] = st.sampled_from(["il16", "row"])
 
@@ -70,11 +76,40 @@ def test_an_unquantised_checkpoint_keeps_its_values_too(choices: Choices, layout
         check_same_values(source, convert(source, Path(folder, "s"), layout=layout))
 
 
-@pytest.mark.parametrize("bits", [2, 5, 6])
-def test_odd_code_widths_keep_their_values(tmp_path: Path, bits: int) -> None:
-    source = write_checkpoint(tmp_path / "m", 1, bits=(bits,))
+@pytest.mark.parametrize("bits", CODE_BITS)
+@pytest.mark.parametrize("group_size", GROUPS)
+def test_every_code_width_and_group_keeps_its_values(
+    tmp_path: Path, bits: int, group_size: int
+) -> None:
+    wide = {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
+    source = write_checkpoint(tmp_path / "m", 1, bits=(bits,), group_size=group_size, **wide)
     for layout in ("il16", "row"):
-        check_same_values(source, convert(source, tmp_path / layout, layout=layout))
+        store = convert(source, tmp_path / layout, layout=layout)
+        check_same_values(source, store)
+        assert store.layout.embedding.format.group_size == group_size
+
+
+def test_modules_may_have_a_width_and_a_group_of_their_own(tmp_path: Path) -> None:
+    plain = write_checkpoint(tmp_path / "m", 1, dense=True)
+    tensors = raw_tensors(plain)
+    entries = {
+        "lm_head": QuantSpec(3, 128),
+        "model.layers.0.self_attn.q_proj": QuantSpec(5, 32),
+        "model.layers.1.mlp.gate": QuantSpec(8, 64),
+    }
+    for module, spec in entries.items():
+        raw = tensors[f"{module}.weight"][1]
+        arrays, _ = quantize(raw, Format("dense", "bf16"), spec.bits, spec.group_size)
+        for part, array in zip(("weight", "scales", "biases"), arrays, strict=True):
+            tensors[f"{module}.{part}"] = ("U32" if part == "weight" else "BF16", array)
+    quantization = {"group_size": 64, "bits": 4} | {m: asdict(s) for m, s in entries.items()}
+    source = rewrite(plain, tmp_path / "q", tensors, quantization_config=quantization)
+    for layout in ("il16", "row"):
+        store = convert(source, tmp_path / layout, layout=layout)
+        check_same_values(source, store)
+        formats = [store.layout.resident[m.removeprefix("model.")].format for m in entries]
+        assert [fmt.group_size for fmt in formats] == [128, 32, 64]
+        assert store.layout.embedding.format.kind == "dense"
 
 
 def test_experts_quantised_unlike_from_layer_to_layer_keep_their_values(tmp_path: Path) -> None:

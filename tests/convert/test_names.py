@@ -11,14 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 from damages import rewritten, without
-from stores import checkpoint_values, edit_header, edit_json
+from stores import checkpoint_values, edit_header, edit_json, raw_tensors, rewrite
 from strategies import write_checkpoint, write_safetensors
 
 from aegis.checkpoint.source import Checkpoint
 from aegis.checkpoint.tensor_map import ResidentName
+from aegis.convert.convert import convert
 from aegis.convert.layout import layout_of_checkpoint
 from aegis.convert.names import resolve
 from aegis.errors import CheckpointError
+from aegis.kernels.base import Layout
 from aegis.models import family
 
 
@@ -91,7 +93,11 @@ LAYER = "model.layers.1."
         (config(lambda c: c.pop("quantization") and c.pop("quantization_config")), "no quantiz"),
         (quantization(lm_head=False), r"lm_head\.weight is quantised, but"),
         (quantization(bits=7), "7-bit"),
-        (quantization(group_size=32), "groups of 32"),
+        (quantization(group_size=16), "groups of 16"),
+        (
+            quantization(group_size=32),
+            r"scales has the shape \[512, 2\]; the config says \[512, 4\]",
+        ),
         (config(lambda c: c.update(model_type="unheard_of")), "'unheard_of' is not supported"),
     ],
 )
@@ -194,3 +200,22 @@ def test_a_tensor_that_a_family_can_do_without_may_be_missing(folder: Path) -> N
         resolve(
             checkpoint, replace(wanted, resident=(*wanted.resident, ResidentName("spare", (8,))))
         )
+
+
+@pytest.mark.parametrize("module", ["switch_mlp", "switch_glu"])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("layout", ["il16", "row"])
+def test_every_spelling_of_stacked_experts_gives_the_same_files(
+    tmp_path: Path, module: str, fused: bool, layout: Layout
+) -> None:
+    source = write_checkpoint(tmp_path / "m", 1)
+    tensors = raw_tensors(source)
+    for name in [name for name in tensors if fused and "switch_mlp.up_proj" in name]:
+        gate, up = (tensors.pop(name.replace("up_proj", p)) for p in ("gate_proj", "up_proj"))
+        both = np.concatenate([gate[1], up[1]], axis=1)
+        tensors[name.replace("up_proj", "gate_up_proj")] = (gate[0], both)
+    renamed = {name.replace("switch_mlp", module): tensor for name, tensor in tensors.items()}
+    other = rewrite(source, tmp_path / "o", renamed)
+    stores = [convert(p, tmp_path / f"{p.name}s", layout=layout) for p in (source, other)]
+    first, second = ([path.read_bytes() for path in store.expert_paths()] for store in stores)
+    assert first == second

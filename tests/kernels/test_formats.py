@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from aegis.kernels import formats
 from aegis.kernels.base import Format, Layout, Weight
 from aegis.kernels.formats import MlxArrays
-from aegis.kernels.sizes import FormatError, block_nbytes, nbytes, row_parts, stored_format
+from aegis.kernels.sizes import (
+    CODE_BITS,
+    GROUPS,
+    FormatError,
+    block_inputs,
+    block_nbytes,
+    nbytes,
+    row_parts,
+    stored_format,
+)
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 
@@ -47,18 +56,23 @@ def rows_of(arrays: MlxArrays, rows: slice) -> MlxArrays:
 
 dtypes = st.sampled_from(["bf16", "f16", "f32"])
 affine = st.builds(
-    lambda dtype, bits: Format("affine", dtype, bits, 64), dtypes, st.sampled_from([3, 4, 8])
+    lambda dtype, bits, group_size: Format("affine", dtype, bits, group_size),
+    dtypes,
+    st.sampled_from(CODE_BITS),
+    st.sampled_from(GROUPS),
 )
 dense = st.builds(lambda dtype: Format("dense", dtype), dtypes)
-matrices = st.tuples(st.integers(1, 70), st.integers(1, 4).map(lambda n: 64 * n))
+matrices = st.tuples(st.integers(1, 70), st.integers(1, 4))
+"""Rows, and blocks of inputs."""
 layouts = st.sampled_from(["il16", "row"])
 seeds = st.integers(0, 2**32 - 1)
 
 
 @given(seeds, matrices, affine | dense, layouts, st.sampled_from([64, 4096]))
 def test_packing_loses_nothing_in_either_layout(
-    seed: int, shape: tuple[int, int], fmt: Format, layout: Layout, align: int
+    seed: int, size: tuple[int, int], fmt: Format, layout: Layout, align: int
 ) -> None:
+    shape = (size[0], size[1] * block_inputs(fmt))
     arrays = random_arrays(seed, shape, fmt)
     data = formats.pack(arrays, fmt, layout, align=align)
     assert data.size == nbytes(shape, fmt, layout, align)
@@ -69,8 +83,9 @@ def test_packing_loses_nothing_in_either_layout(
 
 @given(seeds, matrices, affine | dense)
 def test_both_layouts_dequantise_to_the_same_values(
-    seed: int, shape: tuple[int, int], fmt: Format
+    seed: int, size: tuple[int, int], fmt: Format
 ) -> None:
+    shape = (size[0], size[1] * block_inputs(fmt))
     arrays = random_arrays(seed, shape, fmt)
     with np.errstate(all="ignore"):
         values = [
@@ -82,8 +97,9 @@ def test_both_layouts_dequantise_to_the_same_values(
 
 @given(seeds, matrices, affine | dense, st.integers(0, 4))
 def test_packing_in_pieces_of_whole_row_blocks_gives_the_same_bytes(
-    seed: int, shape: tuple[int, int], fmt: Format, blocks: int
+    seed: int, size: tuple[int, int], fmt: Format, blocks: int
 ) -> None:
+    shape = (size[0], size[1] * block_inputs(fmt))
     arrays = random_arrays(seed, shape, fmt)
     cut = 16 * blocks
     whole = formats.pack(arrays, fmt, "il16")
@@ -123,34 +139,34 @@ def test_widening_codes_changes_no_code(seed: int, widths: tuple[int, int]) -> N
     assert np.array_equal(formats.unpack_codes(words, widths[1]), codes)
 
 
-def test_il16_block_places_every_code_where_the_definition_says() -> None:
-    rng = np.random.default_rng(1)
-    for bits, words in ((3, 6), (4, 8), (8, 16)):
-        codes = rng.integers(0, 1 << bits, (32, 128), dtype=np.uint8)
-        scales = rng.integers(0, 2**16, (32, 2), dtype=np.uint16)
-        biases = rng.integers(0, 2**16, (32, 2), dtype=np.uint16)
-        fmt = Format("affine", "bf16", bits, 64)
-        data = formats.pack(MlxArrays(formats.pack_codes(codes, bits), scales, biases), fmt, "il16")
-        assert block_nbytes(fmt) == 64 + words * 64
-        for row, group in ((0, 0), (17, 1), (31, 0)):
-            start = (row // 16 * 2 + group) * block_nbytes(fmt)
-            block = data[start : start + block_nbytes(fmt)]
-            lane = row % 16
-            assert block[:32].view(np.uint16)[lane] == scales[row, group]
-            assert block[32:64].view(np.uint16)[lane] == biases[row, group]
-            lane_words = block[64:].view(np.uint32).reshape(words, 16)[:, lane]
-            expected = codes[row, 64 * group : 64 * group + 64].tolist()
-            assert codes_of_words([int(w) for w in lane_words], bits) == expected
+@pytest.mark.parametrize("bits", CODE_BITS)
+@pytest.mark.parametrize("size", GROUPS)
+def test_il16_block_places_every_code_where_the_definition_says(bits: int, size: int) -> None:
+    rng, words = np.random.default_rng(1), size * bits // 32
+    codes = rng.integers(0, 1 << bits, (32, 2 * size), dtype=np.uint8)
+    scales = rng.integers(0, 2**16, (32, 2), dtype=np.uint16)
+    biases = rng.integers(0, 2**16, (32, 2), dtype=np.uint16)
+    fmt = Format("affine", "bf16", bits, size)
+    data = formats.pack(MlxArrays(formats.pack_codes(codes, bits), scales, biases), fmt, "il16")
+    assert block_nbytes(fmt) == 64 + words * 64
+    for row, group in ((0, 0), (17, 1), (31, 0)):
+        start = (row // 16 * 2 + group) * block_nbytes(fmt)
+        block = data[start : start + block_nbytes(fmt)]
+        lane = row % 16
+        assert block[:32].view(np.uint16)[lane] == scales[row, group]
+        assert block[32:64].view(np.uint16)[lane] == biases[row, group]
+        lane_words = block[64:].view(np.uint32).reshape(words, 16)[:, lane]
+        expected = codes[row, size * group : size * (group + 1)].tolist()
+        assert codes_of_words([int(w) for w in lane_words], bits) == expected
 
 
 def codes_of_words(words: list[int], bits: int) -> list[int]:
-    """The 64 codes of one lane, written out from the definition of the layout."""
+    """The codes of one lane of a block, written out from the definition of the layout."""
     if bits != 3:
-        per_word = 32 // bits
-        mask = (1 << bits) - 1
-        return [(words[k // per_word] >> (bits * (k % per_word))) & mask for k in range(64)]
+        stream = sum(word << (32 * j) for j, word in enumerate(words))
+        return [(stream >> (bits * k)) & ((1 << bits) - 1) for k in range(32 * len(words) // bits)]
     codes = []
-    for half in (words[:3], words[3:]):
+    for half in (words[at : at + 3] for at in range(0, len(words), 3)):
         for word in half:
             for u in (0, 1):
                 codes += [(word >> (16 * u + 3 * i)) & 7 for i in range(5)]
@@ -168,6 +184,34 @@ def test_dequantised_value_is_scale_times_code_plus_bias() -> None:
     fmt = Format("affine", "bf16", 4, 64)
     values = formats.dequantize(Weight((1, 64), fmt, "il16", formats.pack(arrays, fmt, "il16")))
     assert np.array_equal(values, codes * scale + bias)
+
+
+@pytest.mark.parametrize("bits", CODE_BITS)
+@pytest.mark.parametrize("size", GROUPS)
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
+def test_dequantised_values_are_those_of_mlx(dtype: Any, size: int, bits: int) -> None:
+    mx = pytest.importorskip("mlx.core", reason="MLX, to compare with, is missing")
+    rng = np.random.default_rng(bits)
+    fmt = Format("affine", dtype, bits, size)
+    codes = rng.integers(0, 1 << bits, (19, 3 * size), dtype=np.uint8)
+    # Scales and biases that are whole multiples of a step, so that no sum is rounded: MLX rounds
+    # to the scales' type, and its product before its sum.
+    scales = rng.integers(-7, 8, (19, 3)).astype(np.float32) / 64
+    biases = rng.integers(-3, 4, (19, 3)).astype(np.float32) / 64
+    if bits > 5:
+        scales, biases = np.sign(scales) / 64, np.zeros_like(biases)
+    arrays = MlxArrays(
+        formats.pack_codes(codes, bits),
+        formats.from_f32(scales, fmt),
+        formats.from_f32(biases, fmt),
+    )
+    kind = {"bf16": mx.bfloat16, "f16": mx.float16, "f32": mx.float32}[dtype]
+    params = (mx.array(scales).astype(kind), mx.array(biases).astype(kind))
+    theirs = mx.dequantize(mx.array(arrays.weight), *params, group_size=size, bits=bits)
+    for layout in ("il16", "row"):
+        data = formats.pack(arrays, fmt, layout)
+        ours = formats.dequantize(Weight((19, 3 * size), fmt, layout, data))
+        assert np.array_equal(ours, np.array(theirs.astype(mx.float32)))
 
 
 @given(st.floats(width=32))
@@ -216,7 +260,10 @@ def test_row_parts_are_aligned_and_do_not_overlap() -> None:
     [
         ((16, 100), Format("affine", "bf16", 4, 64), "multiple of 64"),
         ((16, 64), Format("affine", "bf16", 7, 64), "7-bit"),
-        ((16, 64), Format("affine", "bf16", 4, 32), "groups of 32"),
+        ((16, 64), Format("affine", "bf16", 4, 16), "groups of 16"),
+        ((16, 96), Format("affine", "bf16", 4, 64), "multiple of 64"),
+        ((16, 192), Format("affine", "bf16", 4, 128), "multiple of 128"),
+        ((16, 80), Format("affine", "bf16", 4, 32), "multiple of 32"),
         ((16,), Format("affine", "bf16", 4, 64), "2 dimensions"),
         ((2, 16, 64), Format("dense", "bf16"), "1 or 2 dimensions"),
         ((0, 64), Format("dense", "bf16"), "no elements"),

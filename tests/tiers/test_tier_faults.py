@@ -4,6 +4,7 @@ import errno
 import os
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -29,6 +30,7 @@ from aegis.tiers import (
     ExpertFiles,
     PythonReadPool,
     ReadError,
+    SlotError,
     facade,
 )
 from aegis.tiers.prefetch import ReadQueue
@@ -141,6 +143,50 @@ def test_an_io_error_in_the_middle_of_a_token_can_be_retried(
     memory.arena.close()
 
 
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_a_read_ahead_that_fails_costs_a_read_and_no_token(
+    stores: dict[int, ExpertFiles], phase: str
+) -> None:
+    """The disk failed while nobody needed the expert, and works again when somebody does."""
+    begun, fail = threading.Event(), threading.Event()
+    ahead = stores[12].locate(1, 0)[1]
+    failures: list[int] = []
+
+    def read(fd: int, views: list[memoryview], offset: int) -> int:
+        if fd == stores[12].locate(1, 0)[0] and offset == ahead and not failures:
+            begun.set()
+            fail.wait()
+            failures.append(errno.EIO)
+            raise OSError(errno.EIO, "")
+        return os.preadv(fd, views, offset)
+
+    memory, pool = SlotReader(24), PythonReadPool(2, read=read)
+    setup = Setup(12, 4, 24, 12, "lfu", "cross-layer", 6, 0)
+    tiers = open_tiers(stores[12], memory, setup, pool)
+    delivered: list[int] = []
+    if phase == "decode":
+        assert tiers.guess(1, [0]) == 1
+        begun.wait()
+        with tiers.acquire(1, [0, 1, 2, 3]) as acquisition:
+            fail.set()
+            while not acquisition.complete:
+                delivered.extend(memory.check(1, acquisition.wait()))
+        assert sorted(delivered) == [0, 1, 2, 3]
+    else:
+        for batch in tiers.prefill_layer(0, list(range(12)), list(range(12))):
+            memory.check(0, batch)
+        begun.wait()
+        visit = tiers.prefill_layer(1, list(range(12)))
+        fail.set()
+        for batch in visit:
+            delivered.extend(memory.check(1, batch))
+        assert delivered == list(range(12))
+    assert failures
+    tiers.close()
+    pool.close()
+    memory.arena.close()
+
+
 def test_an_interrupted_wait_leaves_everything_usable(stores: dict[int, ExpertFiles]) -> None:
     gate = threading.Event()
 
@@ -226,6 +272,39 @@ def test_ctrl_c_while_the_end_of_a_read_is_noted_is_not_masked_by_another_error(
         tiers.recover()
         check_slots(memory.slots)
         use()
+    tiers.close()
+    pool.close()
+    memory.arena.close()
+
+
+def test_a_guess_that_failed_long_ago_is_no_error_while_slots_are_held(
+    stores: dict[int, ExpertFiles],
+) -> None:
+    failures: list[int] = []
+
+    def read(fd: int, views: list[memoryview], offset: int) -> int:
+        if not failures:
+            failures.append(errno.EIO)
+            raise OSError(errno.EIO, "")
+        return os.preadv(fd, views, offset)
+
+    memory, pool = SlotReader(4), PythonReadPool(1, read=read)
+    tiers = open_tiers(stores[12], memory, Setup(12, 2, 4, 2, "lfu", "cross-layer", 1, 0), pool)
+    assert tiers.guess(1, [5]) == 1
+    while not failures or pool.depth:
+        time.sleep(1e-3)
+    held = [tiers.acquire(0, [expert, expert + 1]) for expert in (0, 2)]
+    for acquisition in held:
+        while not acquisition.complete:
+            acquisition.wait()
+    waiting = tiers.acquire(1, [5])
+    with pytest.raises(SlotError, match="every slot is pinned"):
+        waiting.wait()
+    for acquisition in held:
+        acquisition.release()
+    waiting.request()
+    memory.check(1, waiting.wait())
+    waiting.release()
     tiers.close()
     pool.close()
     memory.arena.close()

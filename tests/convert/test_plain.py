@@ -1,0 +1,307 @@
+"""Quantising a plain checkpoint while converting gives what its MLX conversion gives."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from stores import raw_tensors, rewrite
+from strategies import write_checkpoint
+
+from aegis.checkpoint.config import QuantSpec
+from aegis.checkpoint.layout import ExpertBits
+from aegis.checkpoint.store import Store
+from aegis.convert import source_data
+from aegis.convert.convert import convert
+from aegis.convert.verify import verify
+from aegis.errors import CheckpointError, StoreError, UsageError
+from aegis.kernels import formats
+from aegis.kernels.base import Format, Layout
+from aegis.kernels.sizes import CODE_BITS, GROUPS
+
+DTYPES = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
+
+
+@pytest.fixture(scope="module")
+def mx() -> Any:
+    core = pytest.importorskip("mlx.core", reason="MLX, whose quantiser is the truth, is missing")
+    core.set_default_device(core.cpu)
+    return core
+
+
+def plain(folder: Path, **choices: Any) -> Path:
+    """A small plain checkpoint in bfloat16."""
+    return write_checkpoint(folder, 5, dense=True, num_experts=3, **choices)
+
+
+def in_mlx_format(mx: Any, source: Path, folder: Path, bits: int, group_size: int) -> Path:
+    """What mlx_lm.convert makes of it: experts stacked, every matrix quantised."""
+    tensors = raw_tensors(source)
+    experts = re.compile(r"(.*\.mlp)\.experts\.(\d+)\.(\w+)\.weight")
+    stacks: dict[str, dict[int, Any]] = {}
+    for name in list(tensors):
+        if found := experts.fullmatch(name):
+            stack = stacks.setdefault(f"{found[1]}.switch_mlp.{found[3]}.weight", {})
+            stack[int(found[2])] = tensors.pop(name)
+    for name, stack in stacks.items():
+        dtype = stack[0][0]
+        tensors[name] = (dtype, np.stack([stack[expert][1] for expert in sorted(stack)]))
+    out: dict[str, Any] = {}
+    for name, (dtype, raw) in tensors.items():
+        if not name.endswith(".weight") or raw.ndim == 1 or raw.shape[-1] % group_size:
+            out[name] = (dtype, raw)
+            continue
+        kind = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32}[dtype]
+        numbers = mx.uint32 if dtype == "F32" else mx.uint16
+        words, scales, biases = mx.quantize(
+            mx.array(raw).view(kind), group_size=group_size, bits=bits
+        )
+        module = name.removesuffix(".weight")
+        out[name] = ("U32", np.array(words))
+        out[f"{module}.scales"] = (dtype, np.array(scales.view(numbers)))
+        out[f"{module}.biases"] = (dtype, np.array(biases.view(numbers)))
+    entry = {"group_size": group_size, "bits": bits, "mode": "affine"}
+    return rewrite(source, folder, out, quantization=entry, quantization_config=entry)
+
+
+def check_same_store(first: Store, second: Store) -> None:
+    assert first.layout == second.layout
+    files = [
+        {p.relative_to(s.path): p.read_bytes() for p in sorted(s.path.rglob("*.bin"))}
+        for s in (first, second)
+    ]
+    assert files[0].keys() == files[1].keys()
+    for name, data in files[0].items():
+        assert data == files[1][name], name
+    assert verify(first).ok
+
+
+@pytest.mark.parametrize("layout", ["il16", "row"])
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_plain_checkpoint_gives_the_store_of_its_mlx_conversion(
+    mx: Any, tmp_path: Path, layout: Layout, separate: bool, dtype: str
+) -> None:
+    source = plain(tmp_path / "b", separate_experts=separate)
+    fmt = Format("dense", DTYPES[dtype])  # type: ignore[arg-type]
+    tensors = {
+        name: (dtype, formats.from_f32(formats.bf16_to_f32(raw), fmt))
+        for name, (_, raw) in raw_tensors(source).items()
+    }
+    kept = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}[dtype]
+    source = rewrite(source, tmp_path / "m", tensors, torch_dtype=kept)
+    quantised = in_mlx_format(mx, source, tmp_path / "q", 4, 64)
+    options: dict[str, Any] = {"layout": layout, "piece_nbytes": 1 << 14}
+    ours = convert(source, tmp_path / "s", quantize=QuantSpec(4, 64), **options)
+    check_same_store(ours, convert(quantised, tmp_path / "t", **options))
+
+
+@pytest.mark.parametrize("bits", CODE_BITS)
+@pytest.mark.parametrize("group_size", GROUPS)
+def test_every_width_and_group_gives_the_store_of_the_mlx_conversion(
+    mx: Any, tmp_path: Path, bits: int, group_size: int
+) -> None:
+    """Experts have 64 columns in one matrix, which stays plain in groups of 128."""
+    source = plain(tmp_path / "m", num_hidden_layers=1)
+    quantised = in_mlx_format(mx, source, tmp_path / "q", bits, group_size)
+    for layout in ("il16", "row"):
+        ours = convert(
+            source, tmp_path / f"s{layout}", layout=layout, quantize=QuantSpec(bits, group_size)
+        )
+        check_same_store(ours, convert(quantised, tmp_path / f"t{layout}", layout=layout))
+
+
+def expert_bytes(store: Store, experts: ExpertBits = "4bit") -> list[bytes]:
+    return [path.read_bytes() for path in store.expert_paths(experts)]
+
+
+@pytest.mark.parametrize("layout", ["il16", "row"])
+def test_3bit_experts_are_those_of_the_3bit_mlx_conversion(
+    mx: Any, tmp_path: Path, layout: Layout
+) -> None:
+    """Made from the plain numbers, not from the 4-bit codes, at once or later."""
+    source = plain(tmp_path / "m")
+    three = convert(in_mlx_format(mx, source, tmp_path / "q", 3, 64), tmp_path / "t", layout=layout)
+    seen: list[tuple[int, int]] = []
+    options: dict[str, Any] = {"layout": layout, "quantize": QuantSpec(4, 64)}
+    ours = convert(
+        source, tmp_path / "s", experts3bit=True, progress=lambda *at: seen.append(at), **options
+    )
+    assert expert_bytes(ours, "3bit") == expert_bytes(three)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert {seen[-1][0]} == {total for _, total in seen}
+    first = convert(source, tmp_path / "l", **options)
+    assert not first.has_3bit
+    seen.clear()
+    later = convert(
+        source, tmp_path / "l", experts3bit=True, progress=lambda *at: seen.append(at), **options
+    )
+    assert seen[-1][0] == seen[-1][1]
+    check_same_store(later, ours)
+
+
+QWEN3_MOE = Path(__file__).parents[1] / "goldens" / "qwen3_moe"
+"""As mlx_lm.convert wrote it, and beside it what that was given, in three files."""
+
+
+@pytest.mark.parametrize("layout", ["il16", "row"])
+def test_a_family_with_8bit_routers_gives_the_store_of_the_published_conversion(
+    tmp_path: Path, layout: Layout
+) -> None:
+    source = QWEN3_MOE / "hf_bf16"
+    ours = convert(source, tmp_path / "s", layout=layout, quantize=QuantSpec(4, 64))
+    assert ours.layout.resident["layers.0.mlp.gate"].format.bits == 8
+    check_same_store(ours, convert(QWEN3_MOE, tmp_path / "t", layout=layout))
+
+
+@pytest.mark.parametrize("layout", ["il16", "row"])
+def test_fused_experts_give_the_store_of_separate_ones(tmp_path: Path, layout: Layout) -> None:
+    separate = plain(tmp_path / "m", separate_experts=True)
+    tensors = raw_tensors(separate)
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.mlp.experts."
+        each = {
+            part: [tensors.pop(f"{prefix}{n}.{part}.weight")[1] for n in range(3)]
+            for part in ("gate_proj", "up_proj", "down_proj")
+        }
+        both = [np.concatenate(p) for p in zip(each["gate_proj"], each["up_proj"], strict=True)]
+        tensors[f"{prefix}gate_up_proj"] = ("BF16", np.stack(both))
+        tensors[f"{prefix}down_proj"] = ("BF16", np.stack(each["down_proj"]))
+    fused = rewrite(separate, tmp_path / "f", tensors)
+    options: dict[str, Any] = {"layout": layout, "quantize": QuantSpec(4, 64)}
+    first, second = (convert(p, tmp_path / f"{p.name}s", **options) for p in (separate, fused))
+    check_same_store(first, second)
+
+
+def test_numbers_are_rounded_to_the_type_that_the_config_names(tmp_path: Path) -> None:
+    source = plain(tmp_path / "m")
+    wide = {
+        name: ("F32", formats.bf16_to_f32(raw).view(np.uint32) | np.uint32(0x1234))
+        for name, (_, raw) in raw_tensors(source).items()
+    }
+    fmt = Format("dense", "bf16")
+    narrow = {
+        name: ("BF16", formats.from_f32(raw.view(np.float32), fmt))
+        for name, (_, raw) in wide.items()
+    }
+    stores = [
+        convert(rewrite(source, tmp_path / name, tensors), tmp_path / f"{name}s", quantize=spec)
+        for spec in [QuantSpec(4, 64)]
+        for name, tensors in (("w", wide), ("n", narrow))
+    ]
+    check_same_store(*stores)
+    own = rewrite(source, tmp_path / "o", wide, torch_dtype=None)
+    store = convert(own, tmp_path / "os", quantize=QuantSpec(4, 64))
+    assert store.layout.embedding.format.dtype == "f32"
+
+
+def test_scales_that_do_not_wait_in_memory_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = plain(tmp_path / "m")
+    options: dict[str, Any] = {"layout": "row", "quantize": QuantSpec(4, 64)}
+    kept = convert(source, tmp_path / "k", **options)
+    monkeypatch.setattr(source_data, "_KEPT_NBYTES", 0)
+    check_same_store(convert(source, tmp_path / "s", **options), kept)
+
+
+def test_another_quantisation_of_the_same_checkpoint_is_another_store(tmp_path: Path) -> None:
+    source = plain(tmp_path / "m")
+    calls: list[int] = []
+    convert(source, tmp_path / "s", quantize=QuantSpec(4, 64))
+    spec = QuantSpec(4, 64)
+    convert(source, tmp_path / "s", quantize=spec, progress=lambda done, _: calls.append(done))
+    assert not calls
+    for other in (QuantSpec(4, 32), QuantSpec(8, 64), None):
+        with pytest.raises(StoreError, match="another checkpoint or layout"):
+            convert(source, tmp_path / "s", quantize=other)
+
+
+def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "m")
+    with pytest.raises(CheckpointError, match=r"quantised already \(.*4-bit codes\)"):
+        convert(source, tmp_path / "s", quantize=QuantSpec(4, 64))
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"), [(QuantSpec(7, 64), "no 7-bit codes"), (QuantSpec(4, 16), "groups of 16")]
+)
+def test_a_width_or_group_that_does_not_exist_is_refused(
+    tmp_path: Path, spec: QuantSpec, words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        convert(plain(tmp_path / "m"), tmp_path / "s", quantize=spec)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("lm_head.weight", 0x7FC0), ("model.layers.1.mlp.gate.weight", 0xFF80)],
+)
+def test_a_number_that_is_not_finite_is_refused_by_name_and_nothing_is_left(
+    tmp_path: Path, name: str, value: int
+) -> None:
+    source = plain(tmp_path / "m")
+    tensors = raw_tensors(source)
+    tensors[name][1].reshape(-1)[77] = value
+    damaged = rewrite(source, tmp_path / "d", tensors)
+    with pytest.raises(CheckpointError, match=f"{name} in .* not finite"):
+        convert(damaged, tmp_path / "out" / "s", quantize=QuantSpec(4, 64))
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_numbers_too_large_for_a_scale_or_a_type_are_refused_by_name(tmp_path: Path) -> None:
+    source = plain(tmp_path / "m")
+    tensors = raw_tensors(source)
+    tensors["lm_head.weight"][1][0, :2] = 0x7F70, 0xFF70
+    large = rewrite(source, tmp_path / "l", tensors)
+    with pytest.raises(
+        CheckpointError, match=r"lm_head\.weight in .* cannot be quantised: .* large"
+    ):
+        convert(large, tmp_path / "s", quantize=QuantSpec(4, 64))
+    half = rewrite(source, tmp_path / "h", tensors, torch_dtype="float16")
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight in .* not finite as f16"):
+        convert(half, tmp_path / "s", quantize=QuantSpec(4, 64))
+
+
+PEAK = """
+import sys
+from pathlib import Path
+from aegis.checkpoint.config import QuantSpec
+from aegis.convert.convert import convert
+def status(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+small, source, folder, layout = sys.argv[1:]
+options = {"layout": layout, "experts3bit": True, "quantize": QuantSpec(4, 64)}
+convert(small, folder + "/small", **options)
+Path("/proc/self/clear_refs").write_text("5")
+before = status("VmRSS")
+convert(source, folder + "/big", **options)
+print(status("VmHWM") - before, status("VmHWM"))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("layout", ["il16", "row"])
+def test_quantising_takes_under_24_mib_beside_the_interpreter(tmp_path: Path, layout: str) -> None:
+    """The table alone has 32 MiB, and an expert's matrix 1."""
+    small = plain(tmp_path / "m")
+    big = plain(
+        tmp_path / "b",
+        num_hidden_layers=1,
+        hidden_size=1024,
+        moe_intermediate_size=512,
+        vocab_size=16384,
+        tie_word_embeddings=True,
+    )
+    command = [sys.executable, "-c", PEAK, str(small), str(big), str(tmp_path), layout]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    grown, peak = map(int, done.stdout.split())
+    assert grown < 24 << 20
+    assert peak < 300 << 20
