@@ -47,6 +47,12 @@ _RANGES = {
     "intermediate_size": (1, 1 << 20),
     "moe_intermediate_size": (1, 1 << 20),
     "shared_expert_intermediate_size": (0, 1 << 20),
+    "linear_num_key_heads": (1, 1 << 14),
+    "linear_num_value_heads": (1, 1 << 14),
+    "linear_key_head_dim": (1, 1 << 14),
+    "linear_value_head_dim": (1, 1 << 14),
+    "linear_conv_kernel_dim": (1, 1 << 10),
+    "full_attention_interval": (1, 1 << 10),
     "vocab_size": (1, 1 << 24),
     "max_position_embeddings": (1, (1 << 31) - 1),
 }
@@ -56,6 +62,7 @@ _MULTIPLIER = (1e-9, 1e9)
 _FLOAT_RANGES = {
     "rms_norm_eps": (0.0, 1.0),
     "rope_theta": (1.0, 1e30),
+    "partial_rotary_factor": (1e-9, 1.0),
     "embedding_multiplier": _MULTIPLIER,
     "attention_multiplier": _MULTIPLIER,
     "residual_multiplier": _MULTIPLIER,

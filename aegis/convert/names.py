@@ -7,13 +7,13 @@ checkpoint, checks shapes and types, and refuses anything that is neither used n
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aegis.checkpoint.config import QuantSpec
 from aegis.checkpoint.layout import PARTS
 from aegis.checkpoint.safetensors import TensorInfo
 from aegis.checkpoint.source import Checkpoint
-from aegis.checkpoint.tensor_map import ExpertNames, TensorMap
+from aegis.checkpoint.tensor_map import ExpertNames, ResidentName, TensorMap
 from aegis.errors import CheckpointError
 from aegis.kernels.base import Format
 from aegis.kernels.sizes import FormatError, check_format
@@ -34,6 +34,14 @@ class SourceWeight:
     tensors: tuple[TensorInfo, ...]
     target: Format | None = None
     """What a plain weight becomes while it is converted; None: it stays what it is."""
+    rows: tuple[tuple[int, int], ...] = ()
+    """Which rows of the tensors these are, from and to, in this order; empty: all of them."""
+    source_rows: int = 0
+    """How many the tensors have, where ``rows`` are given."""
+    taps: int = 0
+    """Above 0: every channel's taps, to be stored tap by tap."""
+    add_one: bool = False
+    """The numbers are less by 1 than what is stored."""
 
     @property
     def stored(self) -> Format:
@@ -42,7 +50,19 @@ class SourceWeight:
 
     def row_nbytes(self, part: int) -> int:
         """Bytes of one row of one of the tensors."""
-        return self.tensors[part].nbytes // self.shape[0]
+        return self.tensors[part].nbytes // (self.source_rows or self.shape[0])
+
+    def places(self, rows: range) -> list[range]:
+        """Where these rows lie in the tensors."""
+        if not self.rows:
+            return [rows]
+        found, at = [], 0
+        for start, stop in self.rows:
+            first, last = max(rows.start, at), min(rows.stop, at + stop - start)
+            if first < last:
+                found.append(range(start + first - at, start + last - at))
+            at += stop - start
+        return found
 
 
 @dataclass(frozen=True)
@@ -80,12 +100,14 @@ def resolve(checkpoint: Checkpoint, tensor_map: TensorMap) -> Resolved:
         CheckpointError: naming the tensor that is missing, left over, or of another shape or type.
     """
     finder = _Finder(checkpoint, tensor_map)
+    published = any(map(finder.is_published, tensor_map.resident))
     resident = {}
     for entry in tensor_map.resident:
-        source = entry.source or entry.name
-        if entry.optional and not finder.has(source):
+        if entry.optional and not finder.has(entry.source or entry.name):
             continue
-        resident[entry.name] = finder.weight(source, entry.shape)
+        weight = finder.resident(entry)
+        add_one = published and entry.zero_centred
+        resident[entry.name] = replace(weight, add_one=True) if add_one else weight
     names = tensor_map.experts
     experts = {
         layer: {part: finder.experts(names, layer, part) for part in PARTS}
@@ -130,6 +152,26 @@ class _Finder:
             )
         self._used.add(name)
         return self._tensors[name]
+
+    def is_published(self, entry: ResidentName) -> bool:
+        """Whether it is a convolution as its publisher writes it, rather than as MLX has it."""
+        tensor = self._tensors.get(self._tensor_name(entry.source or entry.name))
+        return entry.taps > 1 and tensor is not None and tensor.shape[1:] == (1, entry.taps)
+
+    def resident(self, entry: ResidentName) -> SourceWeight:
+        """A tensor that stays in memory."""
+        source = entry.source or entry.name
+        if entry.rows:
+            whole = self.weight(source, (entry.source_rows, *entry.shape[1:]))
+            return replace(
+                whole, shape=entry.shape, rows=entry.rows, source_rows=entry.source_rows
+            )
+        if entry.taps:
+            channels = entry.shape[0] // entry.taps
+            inner = (1, entry.taps) if self.is_published(entry) else (entry.taps, 1)
+            convolution = self.weight(source, (channels, *inner))
+            return replace(convolution, shape=entry.shape, taps=entry.taps)
+        return self.weight(source, entry.shape)
 
     def weight(self, source: str, shape: tuple[int, ...], stack: int = 0) -> SourceWeight:
         """A vector or matrix; ``stack`` > 0: that many matrices in one tensor."""

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from aegis.kernels.base import (
         AttentionBlock,
         Backend,
+        DeltaSpec,
         EmbeddingBlock,
         ExpertsBlock,
         HeadBlock,
@@ -41,17 +42,27 @@ class ModelShape:
     head_dim: int
     max_position_embeddings: int
     tie_word_embeddings: bool
+    output_gate: bool = False
+    """Queries bring gates for what attention gives."""
+    delta: DeltaSpec | None = None
+    """Sizes of the layers with Gated DeltaNet, where there are any."""
+    delta_layers: tuple[int, ...] = ()
 
-    def kv_specs(self, context: int) -> list[KVSpec]:
-        """The key/value cache of every layer that keeps one."""
+    @property
+    def num_attention_layers(self) -> int:
+        """Layers with attention."""
+        return self.num_hidden_layers - len(self.delta_layers)
+
+    def kv_spec(self, context: int) -> KVSpec:
+        """The key/value cache of a layer with attention."""
         from aegis.kernels.base import KVSpec
 
-        return [KVSpec(self.num_key_value_heads, self.head_dim, context)] * self.num_hidden_layers
+        return KVSpec(self.num_key_value_heads, self.head_dim, context)
 
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """One layer: attention over its cache, then routed experts."""
+    """One layer: attention over its cache, or what takes its place, then routed experts."""
 
     attention: AttentionBlock
     cache: KVCache

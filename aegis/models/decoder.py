@@ -7,12 +7,13 @@ from that.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from aegis.checkpoint.tensor_map import ExpertNames, QuantizeRules, ResidentName, TensorMap
 from aegis.kernels.base import AttentionSpec, ExpertsSpec, HeadSpec, QKNorm, RouterSpec
 from aegis.models.base import Decoder, DecoderLayer, ModelShape, Parts
+from aegis.models.delta import delta_names, delta_weights
 from aegis.models.layers import (
     attention_weights,
     refuse_inconsistent,
@@ -23,6 +24,7 @@ from aegis.models.layers import (
 
 if TYPE_CHECKING:
     from aegis.checkpoint.config import ModelConfig
+    from aegis.kernels.base import AttentionBlock
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,15 @@ class Description:
     logits_scaling: float = 1.0
     names: MoeNames = MoeNames()
     quantize: QuantizeRules = field(default_factory=QuantizeRules)
+    rotary_dim: int | None = None
+    """Channels of a head that positions turn; None: all."""
+    fused_delta: bool = False
+    """Gated DeltaNet's projections as ``delta_names`` unfuses them."""
+    zero_centred: bool = False
+    """Published norms are less by 1."""
+    prefixes: tuple[str, ...] = TensorMap.prefixes
+    ignored: tuple[str, ...] = ()
+    """Patterns of tensors that only other modalities or another decoder would need."""
 
 
 def read_shape(
@@ -89,8 +100,8 @@ def tensor_map(model: Description) -> TensorMap:
     hidden, width = sizes.hidden_size, sizes.moe_intermediate_size
     resident = [ResidentName("embed_tokens", (sizes.vocab_size, hidden))]
     for layer in range(sizes.num_hidden_layers):
-        resident += _layer_names(f"layers.{layer}.", model)
-    resident.append(ResidentName("norm", (hidden,)))
+        resident += _layer_names(layer, model)
+    resident.append(ResidentName("norm", (hidden,), zero_centred=model.zero_centred))
     if not sizes.tie_word_embeddings:
         resident.append(ResidentName("lm_head", (sizes.vocab_size, hidden)))
     tied = (r"lm_head\..*",) if sizes.tie_word_embeddings else ()
@@ -108,15 +119,22 @@ def tensor_map(model: Description) -> TensorMap:
         separate_parts=names.separate_parts,
         fused=(prefix + names.fused[0], prefix + names.fused[1]) if names.fused else None,
     )
-    ignored = (*TensorMap.ignored, *tied)
-    return TensorMap(tuple(resident), experts, ignored=ignored, quantize=model.quantize)
+    ignored = (*TensorMap.ignored, *tied, *model.ignored)
+    return TensorMap(tuple(resident), experts, model.prefixes, ignored, model.quantize)
 
 
-def _layer_names(prefix: str, model: Description) -> list[ResidentName]:
+def _layer_names(layer: int, model: Description) -> list[ResidentName]:
     """Resident tensors of one layer, in the order they are used."""
     sizes, gate = model.shape, model.names.gate
     hidden, shared = sizes.hidden_size, sizes.shared_expert_intermediate_size
-    shapes = {"input_layernorm": (hidden,), **_attention_shapes(model)}
+    shapes: dict[str, tuple[int, ...]] = {"input_layernorm": (hidden,)}
+    own: dict[str, ResidentName] = {}
+    if layer in sizes.delta_layers:
+        assert sizes.delta is not None
+        own = delta_names(sizes.delta, model.fused_delta)
+        shapes |= {name: entry.shape for name, entry in own.items()}
+    else:
+        shapes |= _attention_shapes(model)
     shapes["post_attention_layernorm"] = (hidden,)
     shapes["mlp.gate"] = (sizes.num_experts, hidden)
     if shared:
@@ -124,8 +142,20 @@ def _layer_names(prefix: str, model: Description) -> list[ResidentName]:
         shapes["mlp.shared_expert.up_proj"] = (shared, hidden)
         shapes["mlp.shared_expert.down_proj"] = (hidden, shared)
         shapes["mlp.shared_expert_gate"] = (1, hidden)
-    sources = {} if gate == "mlp.gate" else {"mlp.gate": prefix + gate}
-    return [ResidentName(prefix + n, s, sources.get(n, "")) for n, s in shapes.items()]
+    if gate != "mlp.gate":
+        own["mlp.gate"] = ResidentName("mlp.gate", shapes["mlp.gate"], gate)
+    if model.zero_centred:
+        norms = (name for name in shapes if name.endswith(_ZERO_CENTRED))
+        own |= {name: ResidentName(name, shapes[name], zero_centred=True) for name in norms}
+    prefix = f"layers.{layer}."
+    entries = (own.get(name, ResidentName(name, shape)) for name, shape in shapes.items())
+    return [
+        replace(entry, name=prefix + entry.name, source=entry.source and prefix + entry.source)
+        for entry in entries
+    ]
+
+
+_ZERO_CENTRED = ("layernorm", ".q_norm", ".k_norm")
 
 
 def _attention_shapes(model: Description) -> dict[str, tuple[int, ...]]:
@@ -133,7 +163,7 @@ def _attention_shapes(model: Description) -> dict[str, tuple[int, ...]]:
     heads = {"q": sizes.num_attention_heads}
     heads["k"] = heads["v"] = sizes.num_key_value_heads
     for p, count in heads.items():
-        rows = count * sizes.head_dim
+        rows = count * sizes.head_dim * (2 if p == "q" and sizes.output_gate else 1)
         shapes[f"self_attn.{p}_proj"] = (rows, sizes.hidden_size)
         if model.qkv_bias:
             shapes[f"self_attn.{p}_proj.bias"] = (rows,)
@@ -160,14 +190,14 @@ def build(model: Description, parts: Parts) -> Decoder:
 
 def _layers(model: Description, parts: Parts) -> list[DecoderLayer]:
     sizes, weights, backend = model.shape, parts.weights, parts.backend
-    attention, router, experts = _attention(model), _router(model), _experts(model, parts)
+    router, experts = _router(model), _experts(model, parts)
     layers = []
     for layer in range(sizes.num_hidden_layers):
         last = layer + 1 == sizes.num_hidden_layers
         following = None if last else router_weights(weights, layer + 1)
         layers.append(
             DecoderLayer(
-                attention=backend.attention(attention, attention_weights(weights, layer)),
+                attention=_mixer(model, parts, layer),
                 cache=parts.caches[layer],
                 router=backend.router(
                     router, router_weights(weights, layer), None if last else router, following
@@ -179,6 +209,14 @@ def _layers(model: Description, parts: Parts) -> list[DecoderLayer]:
     return layers
 
 
+def _mixer(model: Description, parts: Parts, layer: int) -> AttentionBlock:
+    """Attention, or Gated DeltaNet."""
+    delta = model.shape.delta
+    if delta is not None and layer in model.shape.delta_layers:
+        return parts.backend.delta(delta, delta_weights(parts.weights, layer))
+    return parts.backend.attention(_attention(model), attention_weights(parts.weights, layer))
+
+
 def _attention(model: Description) -> AttentionSpec:
     sizes = model.shape
     return AttentionSpec(
@@ -187,10 +225,11 @@ def _attention(model: Description) -> AttentionSpec:
         num_key_value_heads=sizes.num_key_value_heads,
         head_dim=sizes.head_dim,
         rms_norm_eps=model.rms_norm_eps,
-        inv_freq=rotary_frequencies(model.rope_theta, sizes.head_dim),
+        inv_freq=rotary_frequencies(model.rope_theta, model.rotary_dim or sizes.head_dim),
         qk_norm=model.qk_norm,
         scale=model.attention_scale,
         residual_multiplier=model.residual_multiplier,
+        output_gate=sizes.output_gate,
     )
 
 

@@ -19,7 +19,7 @@ from aegis.models import supported
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 SMOLMOE: dict[str, Any] = json.loads((GOLDENS / "smolmoe-135m" / "golden.json").read_text())
-RANDOM = ("granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+RANDOM = ("granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe", "qwen3_moe", "qwen3_next")
 """Small random checkpoints, one for each family."""
 CASES = {case["name"]: case for case in SMOLMOE["prompts"]}
 
