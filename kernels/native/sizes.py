@@ -12,8 +12,10 @@ from typing import NamedTuple
 from aegis.kernels.base import Format, Segment, WorkspaceSpec
 from aegis.kernels.native.sizes_attention import (
     attention_scratch_nbytes,
+    delta_scratch_nbytes,
     head_scratch_nbytes,
     kv_nbytes,
+    recurrent_nbytes,
     router_scratch_nbytes,
 )
 from aegis.kernels.sizes import GROUP, IL16_BITS
@@ -22,6 +24,7 @@ __all__ = [
     "Region",
     "experts_scratch_nbytes",
     "kv_nbytes",
+    "recurrent_nbytes",
     "regions",
     "slot_nbytes",
     "unsupported",
@@ -38,7 +41,7 @@ ACT_ROWS = 128
 TILE_ROWS = 64
 """Rows of one expert that are computed together."""
 
-HEAD_DIM_STEP, MOST_HEAD_DIM, MOST_EXPERTS = 16, 256, 4096
+HEAD_DIM_STEP, MOST_HEAD_DIM, MOST_EXPERTS, MOST_TAPS = 16, 256, 4096, 16
 """What the C++ blocks are written for; they refuse anything else."""
 
 _LINE = 64
@@ -62,6 +65,17 @@ def unsupported(spec: WorkspaceSpec) -> str | None:
     if spec.head_dim % HEAD_DIM_STEP or spec.head_dim > MOST_HEAD_DIM:
         allowed = f"multiples of {HEAD_DIM_STEP} up to {MOST_HEAD_DIM}"
         return f"its head_dim is {spec.head_dim}, and only {allowed} are implemented"
+    if (delta := spec.delta) is not None:
+        dims = delta.key_head_dim, delta.value_head_dim
+        if any(dim % HEAD_DIM_STEP for dim in dims):
+            return (
+                f"its linear heads have {dims[0]} and {dims[1]} channels, and only multiples of"
+                f" {HEAD_DIM_STEP} are implemented"
+            )
+        if delta.conv_kernel_dim > MOST_TAPS:
+            return (
+                f"its convolution sees {delta.conv_kernel_dim} tokens, and the most is {MOST_TAPS}"
+            )
     if spec.num_experts > MOST_EXPERTS:
         return f"it has {spec.num_experts} experts in a layer, and the most is {MOST_EXPERTS}"
     return None
@@ -105,6 +119,7 @@ def scratch_nbytes(spec: WorkspaceSpec) -> int:
     return max(
         experts_scratch_nbytes(spec),
         attention_scratch_nbytes(spec),
+        delta_scratch_nbytes(spec),
         router_scratch_nbytes(spec),
         head_scratch_nbytes(spec),
     )

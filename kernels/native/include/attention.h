@@ -29,10 +29,12 @@ struct KVView {
 };
 
 // Some query rows of some heads that share one kv head: row r at absolute position first + r,
-// head h at q + r * ld_q + h * dim, already rotated and scaled. Output likewise.
+// head h at q + r * ld_q + h * q_stride, already rotated and scaled; its output at
+// out + r * ld_out + h * dim.
 struct AttentionUnit {
   const float* q;
   int64_t ld_q;
+  int64_t q_stride;
   float* out;
   int64_t ld_out;
   const float* keys;
@@ -46,7 +48,7 @@ struct AttentionUnit {
 // A partial result: maximum, sum, and from kPartialHead on the weighted values.
 constexpr int64_t kPartialHead = 16;
 
-enum class Elementwise : int { exp, sigmoid, silu, sin, cos };
+enum class Elementwise : int { exp, sigmoid, silu, softplus, sin, cos };
 
 struct AttentionTable {
   // y[i] = f(x[i])
