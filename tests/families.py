@@ -12,6 +12,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from strategies import Choices
 
+
+def _with_delta(c: Choices) -> dict[str, Any]:
+    return {
+        "num_experts": c.num_experts,
+        "moe_intermediate_size": c.moe_intermediate_size,
+        "shared_expert_intermediate_size": c.shared_expert_intermediate_size,
+        "linear_num_key_heads": c.linear_num_key_heads,
+        "linear_num_value_heads": c.linear_num_value_heads,
+        "linear_key_head_dim": c.linear_key_head_dim,
+        "linear_value_head_dim": c.linear_value_head_dim,
+        "linear_conv_kernel_dim": c.linear_conv_kernel_dim,
+        "full_attention_interval": c.full_attention_interval,
+        "partial_rotary_factor": 0.25,
+        "mlp_only_layers": [],
+        "decoder_sparse_step": 1,
+    }
+
+
 FAMILIES: dict[str, Callable[[Choices], dict[str, Any]]] = {
     "qwen2_moe": lambda c: {
         "num_experts": c.num_experts,
@@ -52,4 +70,6 @@ FAMILIES: dict[str, Callable[[Choices], dict[str, Any]]] = {
         "residual_multiplier": 0.22,
         "logits_scaling": 6.0,
     },
+    "qwen3_next": lambda c: {**_with_delta(c), "norm_topk_prob": c.norm_topk_prob},
+    "qwen3_5_moe": lambda c: {**_with_delta(c), "attn_output_gate": True},
 }

@@ -46,6 +46,12 @@ class Choices:
     moe_intermediate_size: int = 64
     shared_expert_intermediate_size: int = 64
     """0: no shared expert."""
+    linear_num_key_heads: int = 2
+    linear_num_value_heads: int = 4
+    linear_key_head_dim: int = 32
+    linear_value_head_dim: int = 32
+    linear_conv_kernel_dim: int = 4
+    full_attention_interval: int = 2
     vocab_size: int = 512
     """At least 512, the size of the tokenizer that is written too."""
     tie_word_embeddings: bool = False
@@ -146,9 +152,14 @@ class _Builder:
             source = entry.source or entry.name
             name = source if source.startswith("lm_head") else f"model.{source}"
             if len(entry.shape) == 2:
-                self._resident(entry.name, name, (entry.shape[0], entry.shape[1]))
-            elif name.endswith(".bias"):
+                rows = entry.source_rows or entry.shape[0]
+                self._resident(entry.name, name, (rows, entry.shape[1]))
+            elif entry.taps:
+                self._convolution(f"{name}.weight", entry.shape[0] // entry.taps, entry.taps)
+            elif name.endswith((".bias", ".dt_bias")):
                 self._vector(name, entry.shape[0], 0.0)
+            elif name.endswith(".A_log"):
+                self._vector(name, entry.shape[0], -2.0)
             else:
                 self._vector(f"{name}.weight", entry.shape[0], 1.0)
         for layer in wanted.experts.layers:
@@ -236,6 +247,11 @@ class _Builder:
         values = self._rng(name).normal(mean, 0.1, size).astype(np.float32)
         self.tensors[name] = ("BF16", formats.f32_to_bf16(values))
 
+    def _convolution(self, name: str, channels: int, taps: int) -> None:
+        """As MLX has it; every tap counts."""
+        values = self._rng(name).normal(0.5, 0.3, (channels, taps, 1)).astype(np.float32)
+        self.tensors[name] = ("BF16", formats.f32_to_bf16(values))
+
 
 def _behind(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Two stacked weights as one: each expert's rows of the second behind those of the first."""
@@ -282,6 +298,7 @@ def checkpoint_choices(draw: st.DrawFn, /, **fixed: Any) -> Choices:
     head_dim = draw(st.sampled_from([32, 64]))
     heads = kv_heads * draw(st.sampled_from([2, 4] if head_dim == 32 else [1, 2, 3]))
     experts = draw(st.integers(2, 12))
+    key_heads, value_dim = draw(st.integers(1, 2)), draw(st.sampled_from([16, 32, 64]))
     choices = Choices(
         model_type=draw(st.sampled_from(sorted(FAMILIES))),
         hidden_size=64 * draw(st.integers(1, 3)),
@@ -293,6 +310,12 @@ def checkpoint_choices(draw: st.DrawFn, /, **fixed: Any) -> Choices:
         num_experts_per_tok=draw(st.integers(1, min(experts, 8))),
         moe_intermediate_size=64 * draw(st.integers(1, 2)),
         shared_expert_intermediate_size=64 * draw(st.integers(0, 2)),
+        linear_num_key_heads=key_heads,
+        linear_num_value_heads=key_heads * draw(st.integers(1, 2)) * (64 // value_dim),
+        linear_key_head_dim=draw(st.sampled_from([16, 48])),
+        linear_value_head_dim=value_dim,
+        linear_conv_kernel_dim=draw(st.sampled_from([1, 2, 4])),
+        full_attention_interval=draw(st.integers(1, 4)),
         vocab_size=draw(st.sampled_from([512, 519, 528])),
         tie_word_embeddings=draw(st.booleans()),
         norm_topk_prob=draw(st.booleans()),
