@@ -248,8 +248,8 @@ class RecurrentState(KVCache, Protocol):
     """One layer's state behind a sequence. Unlike keys and values it cannot be cut back, only put
     back to where a copy was kept."""
 
-    def keep(self) -> None:
-        """Copy the state, in place of the copy before."""
+    def keep(self, position: int) -> None:
+        """Copy the state, which is behind so many tokens, in place of the copy before."""
 
     def restore(self) -> None:
         """Become what the copy is."""

@@ -54,7 +54,7 @@ class Recurrence:
         if self._seen == start != self._kept:
             self._kept = 0
             for state in self._states:
-                state.keep()
+                state.keep(start)
             self._kept = start
 
     def moving(self, end: int, compute: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

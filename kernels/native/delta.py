@@ -32,8 +32,9 @@ class NativeRecurrentState:
         heads = spec.num_value_heads * spec.key_head_dim * spec.value_head_dim
         self.native = _native.DeltaState(self._now.ctypes.data, heads, count)
 
-    def keep(self) -> None:
+    def keep(self, position: int) -> None:
         """See RecurrentState."""
+        del position  # there is one state only
         self._kept[:] = self._now
 
     def restore(self) -> None:

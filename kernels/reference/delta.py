@@ -36,8 +36,9 @@ class ReferenceRecurrentState:
         """Become the state ahead of the first token."""
         self._now[:] = 0
 
-    def keep(self) -> None:
+    def keep(self, position: int) -> None:
         """See RecurrentState."""
+        del position  # there is one state only
         self._kept[:] = self._now
 
     def restore(self) -> None:
