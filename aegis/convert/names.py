@@ -163,9 +163,7 @@ class _Finder:
         source = entry.source or entry.name
         if entry.rows:
             whole = self.weight(source, (entry.source_rows, *entry.shape[1:]))
-            return replace(
-                whole, shape=entry.shape, rows=entry.rows, source_rows=entry.source_rows
-            )
+            return replace(whole, shape=entry.shape, rows=entry.rows, source_rows=entry.source_rows)
         if entry.taps:
             channels = entry.shape[0] // entry.taps
             inner = (1, entry.taps) if self.is_published(entry) else (entry.taps, 1)

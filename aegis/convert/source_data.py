@@ -94,9 +94,7 @@ def packed(
         yield from _packed_row(streams, role, weight, rows, fmt, align)
 
 
-def _vector(
-    streams: Streams, role: str, weight: SourceWeight, rows: range
-) -> NDArray[np.float32]:
+def _vector(streams: Streams, role: str, weight: SourceWeight, rows: range) -> NDArray[np.float32]:
     """A whole vector as it is stored."""
     numbers = to_f32(_read_weight(streams, role, weight, rows, weight.stored).weight, weight.stored)
     if weight.add_one and weight.target is None:

@@ -232,18 +232,20 @@ class Engine:
         token = self._checked_token(token)
         if len(self._cached) >= self.context:
             raise UsageError(f"the context of {self.context} tokens is full; open a longer one")
-        position = len(self._cached)
-        if self._recurrence.reachable(position) != position:
-            # The call before failed amid a pass.
-            for _ in self._hidden(self._cached.tolist(), position):
-                pass
-        hidden = self._guarded(self._recurrence.moving, position + 1, self._decoded, token, position)
+        self._catch_up(len(self._cached))
+        hidden = self._guarded(self._recurrence.moving, len(self._cached) + 1, self._decoded, token)
         self._cached.append(token)
         return hidden
 
-    def _decoded(self, token: int, position: int) -> Any:
+    def _decoded(self, token: int) -> Any:
         ahead = self._look.take(token)
-        return self._opened.forward.decode(token, position) if ahead is None else ahead
+        return self._opened.forward.decode(token, len(self._cached)) if ahead is None else ahead
+
+    def _catch_up(self, position: int) -> None:
+        """Compute what recurrent states lack of the cached tokens, where a pass before failed."""
+        if not self._recurrence.are_behind(position):
+            for _ in self._hidden(self._cached.tolist(), position):
+                pass
 
     @in_turn
     def next_token(self, ids: Sequence[int], sampler: Sampler, more: bool = False) -> int:

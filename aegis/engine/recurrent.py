@@ -34,9 +34,13 @@ class Recurrence:
         self._kept = 0
         """Tokens that the copies have seen; 0: there are none."""
 
+    def are_behind(self, tokens: int) -> bool:
+        """Whether the states have seen just so many."""
+        return not self._states or self._seen == tokens
+
     def reachable(self, start: int) -> int:
         """How many of the first ``start`` cached tokens need not be computed again."""
-        if not self._states or self._seen == start:
+        if self.are_behind(start):
             return start
         return self._kept if self._kept <= start else 0
 
@@ -45,7 +49,7 @@ class Recurrence:
         found = self.reachable(start)
         if self._kept > start:
             self._kept = 0
-        if self._states and found and found != self._seen:
+        if found and not self.are_behind(found):
             self._all(lambda state: state.restore(), found)
         return found
 

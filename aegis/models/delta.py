@@ -71,9 +71,9 @@ def rotary_dim(config: ModelConfig, head_dim: int) -> int:
         CheckpointError: the factor is outside of 0 to 1, or gives no pairs of channels.
     """
     parameters = config.section("rope_parameters")
-    holder = config if parameters is None or parameters.get("partial_rotary_factor") is None else (
-        parameters
-    )
+    holder = parameters or config
+    if holder.get("partial_rotary_factor") is None:
+        holder = config
     factor = holder.float("partial_rotary_factor", 0.25)
     channels = int(head_dim * factor)
     if not 0 < channels <= head_dim or channels % 2:
@@ -109,9 +109,10 @@ def _unfused(spec: DeltaSpec, names: Mapping[str, ResidentName]) -> dict[str, Re
     value heads, their z; and their b, their a."""
     shared = spec.num_value_heads // spec.num_key_heads
     key, value = spec.key_head_dim, shared * spec.value_head_dim
+    width = 2 * (key + value)
     places = {
-        "in_proj_qkv": ("in_proj_qkvz", 2 * (key + value), ((0, key), (key, key), (2 * key, value))),
-        "in_proj_z": ("in_proj_qkvz", 2 * (key + value), ((2 * key + value, value),)),
+        "in_proj_qkv": ("in_proj_qkvz", width, ((0, key), (key, key), (2 * key, value))),
+        "in_proj_z": ("in_proj_qkvz", width, ((2 * key + value, value),)),
         "in_proj_b": ("in_proj_ba", 2 * shared, ((0, shared),)),
         "in_proj_a": ("in_proj_ba", 2 * shared, ((shared, shared),)),
     }

@@ -35,9 +35,7 @@ class MlxLayer:
         self._experts.queued(out)
         return out, MlxRouting(chosen, None, self._router.spec)
 
-    def _compute(
-        self, x: mx.array, table: mx.array, *parts: mx.array
-    ) -> tuple[mx.array, mx.array]:
+    def _compute(self, x: mx.array, table: mx.array, *parts: mx.array) -> tuple[mx.array, mx.array]:
         """The residual stream behind the layer [1, H], and the ids of the chosen [1, K]."""
         x = self._attention.leave(x, *parts)
         normed, weights, chosen = self._router.route(x)

@@ -1,4 +1,4 @@
-"""Scratch bytes of the attention, Gated DeltaNet, router and head blocks (standard library only, for planning).
+"""Scratch bytes of every block but the experts' (standard library only, for planning).
 
 The C++ blocks carve the same pieces in the same order and refuse a scratch that is too small.
 """

@@ -107,4 +107,3 @@ class ReferenceDelta:
             heads += k[t][:, :, None] * ((v[t] - known) * beta[t][:, None])[:, None, :]
             out[t] = (heads * q[t][:, :, None]).sum(axis=1)
         return out
-
