@@ -121,7 +121,7 @@ def test_a_copy_that_was_interrupted_is_none(
 ) -> None:
     begin = [4] * KEPT
     expected = fresh(engine, [*begin, 5, 6])
-    engine.feed([3])
+    engine.feed(PROMPT)
     with monkeypatch.context() as patch:
         patch.setattr(engine._opened.recurrent_states[1], "keep", broken)
         with pytest.raises(Broken):
