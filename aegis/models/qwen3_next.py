@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 def describe(config: ModelConfig) -> Description:
     """What sets the family apart."""
     refuse_unsupported(config, handled={"norm_topk_prob", *HANDLED})
+    if not config.bool("attn_output_gate", True):
+        raise config.mistyped("attn_output_gate", False, "true, as every such model has")
     sizes = decoder.read_shape(
         config,
         config.int("moe_intermediate_size"),
@@ -28,7 +30,7 @@ def describe(config: ModelConfig) -> Description:
     return Description(
         replace(
             sizes,
-            output_gate=config.bool("attn_output_gate", True),
+            output_gate=True,
             delta=delta_spec(config),
             delta_layers=delta_layers(config),
         ),
