@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from aegis.kernels.base import DeltaSpec, KVCache, Weight
 from aegis.kernels.mlx import device
-from aegis.kernels.mlx.delta_kernels import Recurrence, fused
+from aegis.kernels.mlx.delta_rule import recurrence
 from aegis.kernels.mlx.device import Traits
 from aegis.kernels.mlx.linear import Linear, SideBySide
 from aegis.kernels.mlx.linear import vector as in_activations
@@ -78,10 +78,9 @@ class MlxDelta:
         self._rates = -mx.exp(a_log)
         self._taps = taps.reshape(spec.conv_kernel_dim, spec.conv_dim)
         mx.eval(self._rates, self._taps)
-        self._recur: Recurrence = fused(traits, spec) or self._one_by_one
+        self._recur = recurrence(traits, spec)
         self._enter_one = device.compiled(self._enter)
         self._leave_one = device.compiled(self.leave)
-        self._token_one = device.compiled(self._token)
 
     def __call__(self, x: mx.array, cache: KVCache, start: int) -> mx.array:
         """x [T, H] at positions start.. to x + the block, the state moved on."""
@@ -133,39 +132,6 @@ class MlxDelta:
             z.reshape(values),
             seen[rows:],
         )
-
-    def _one_by_one(
-        self,
-        q: mx.array,
-        k: mx.array,
-        v: mx.array,
-        decay: mx.array,
-        beta: mx.array,
-        heads: mx.array,
-    ) -> tuple[mx.array, mx.array]:
-        """The recurrence in plain operations, those of one token for every token."""
-        read = []
-        for t in range(v.shape[0]):
-            out, heads = self._token_one(q[t], k[t], v[t], decay[t], beta[t], heads)
-            read.append(out)
-        return mx.stack(read), heads
-
-    def _token(
-        self,
-        q: mx.array,
-        k: mx.array,
-        v: mx.array,
-        decay: mx.array,
-        beta: mx.array,
-        heads: mx.array,
-    ) -> tuple[mx.array, mx.array]:
-        """One token: what is read [value_heads, value_head_dim], and the new state."""
-        shared = self._spec.num_value_heads // self._spec.num_key_heads
-        q, k = (mx.repeat(part, shared, axis=0)[:, None] for part in (q, k))
-        heads = heads * decay[:, None, None]
-        change = (v - (heads * k).sum(axis=-1)) * beta[:, None]
-        heads = heads + change[..., None] * k
-        return (heads * q).sum(axis=-1), heads
 
     def leave(self, x: mx.array, read: mx.array, z: mx.array) -> mx.array:
         """x [T, H] plus what becomes of what heads have read."""

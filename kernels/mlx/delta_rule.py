@@ -1,8 +1,8 @@
-"""The delta rule as one kernel on a GPU, from tokens in order: plain operations are queued one by
-one, several for every token of a chunk.
+"""The delta rule over tokens in order: as plain operations, and as one kernel where there is a GPU.
 
-A warp holds one value channel's row of a head's state in registers, each lane every 32nd number of
-it, and goes through all tokens. Sums over a row have one form, whatever rows a call has.
+Plain operations are queued one by one, several for every token of a chunk. In the kernel a warp
+holds one value channel's row of a head's state in registers, each lane every 32nd number of it, and
+goes through all tokens. Either way sums have one form, whatever rows a call has.
 """
 
 from __future__ import annotations
@@ -26,8 +26,12 @@ _WARPS = 4
 """Value channels of one group of threads."""
 
 _HEADERS = {
-    "metal": "inline float sum_of_lanes(float x) { return simd_sum(x); }\n",
+    "metal": """
+inline float multiply_add(float a, float b, float c) { return fma(a, b, c); }
+inline float sum_of_lanes(float x) { return simd_sum(x); }
+""",
     "cuda": """
+__device__ inline float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
 __device__ inline float sum_of_lanes(float x) {
   for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(0xffffffffu, x, step);
   return x;
@@ -59,19 +63,51 @@ _SOURCE = """
     float known = 0.0f;
     for (int i = 0; i < OWN; ++i) {
       held[i] = held[i] * fade;
-      known = fma(held[i], k[keys + i * 32], known);
+      known = multiply_add(held[i], k[keys + i * 32], known);
     }
     const float change = (v[value] - sum_of_lanes(known)) * beta[token * HEADS + head];
     float out = 0.0f;
     for (int i = 0; i < OWN; ++i) {
-      held[i] = fma(k[keys + i * 32], change, held[i]);
-      out = fma(held[i], q[keys + i * 32], out);
+      held[i] = multiply_add(k[keys + i * 32], change, held[i]);
+      out = multiply_add(held[i], q[keys + i * 32], out);
     }
     out = sum_of_lanes(out);
     if (lane == 0) read[value] = out;
   }
   for (int i = 0; i < OWN; ++i) after[row + i * 32] = held[i];
 """
+
+
+def recurrence(traits: Traits, spec: DeltaSpec) -> Recurrence:
+    """The best way to compute it on this device."""
+    return fused(traits, spec) or plain(spec)
+
+
+def plain(spec: DeltaSpec) -> Recurrence:
+    """Operations that any device has; those of one token are one compiled piece."""
+    shared = spec.num_value_heads // spec.num_key_heads
+
+    def one(
+        q: mx.array, k: mx.array, v: mx.array, decay: mx.array, beta: mx.array, heads: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        q, k = (mx.repeat(part, shared, axis=0)[:, None] for part in (q, k))
+        heads = heads * decay[:, None, None]
+        change = (v - (heads * k).sum(axis=-1)) * beta[:, None]
+        heads = heads + change[..., None] * k
+        return (heads * q).sum(axis=-1), heads
+
+    token = cast("Recurrence", mx.compile(one))
+
+    def run(
+        q: mx.array, k: mx.array, v: mx.array, decay: mx.array, beta: mx.array, heads: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        read = []
+        for t in range(v.shape[0]):
+            out, heads = token(q[t], k[t], v[t], decay[t], beta[t], heads)
+            read.append(out)
+        return mx.stack(read), heads
+
+    return run
 
 
 def fused(traits: Traits, spec: DeltaSpec) -> Recurrence | None:
