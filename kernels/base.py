@@ -26,6 +26,9 @@ Layout = Literal["il16", "row"]
 Numbers = Literal["f32", "bf16", "f16"]
 """What activations are computed in."""
 
+Scoring = Literal["softmax", "sigmoid"]
+"""What a router makes of logits."""
+
 QKNorm = Literal["none", "head", "all"]
 """RMS norm of queries and keys ahead of the rotation: of each head, or of all heads together."""
 
@@ -89,13 +92,34 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """Softmax router over E experts behind a post-attention RMS norm."""
+    """Router over E experts behind a post-attention RMS norm.
+
+    ``softmax``: the largest probabilities are chosen. ``sigmoid``: the largest of each logit's
+    sigmoid plus the expert's correction, in those ``topk_group`` of ``n_group`` equal groups whose
+    two best sum to most; what is mixed are the sigmoids alone.
+    """
 
     hidden_size: int
     num_experts: int
     num_experts_per_tok: int
     norm_topk_prob: bool
     rms_norm_eps: float
+    scoring: Scoring = "softmax"
+    n_group: int = 1
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.0
+    """What mixing weights are multiplied by, after they are normalised."""
+
+
+@dataclass(frozen=True)
+class MlpSpec:
+    """SwiGLU for all rows behind a post-attention RMS norm."""
+
+    hidden_size: int
+    intermediate_size: int
+    rms_norm_eps: float
+    residual_multiplier: float = 1.0
+    """What the block's output is multiplied by before it joins the residual stream."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +187,8 @@ class WorkspaceSpec:
     num_layers: int = 1
     """Layers with a key/value cache, for backends that begin the next token before they are done
     with one."""
+    intermediate_size: int = 0
+    """Of layers without experts; 0: there are none."""
 
 
 class Routing:
@@ -205,6 +231,14 @@ class AttentionBlock(Protocol):
     def __call__(self, x: Array, cache: KVCache, start: int) -> Array:
         """x: [T, H] residual stream at absolute positions start..start+T-1, which are written to
         the cache. Returns the new residual stream; x's memory may be reused."""
+
+
+class MlpBlock(Protocol):
+    """x + m * mlp(rms_norm(x)), m the residual multiplier, in a layer without experts."""
+
+    def __call__(self, x: Array) -> Array:
+        """x: [T, H] after attention. Returns the new residual stream; x's memory may be reused.
+        Never waits where the backend queues."""
 
 
 class RouterBlock(Protocol):
@@ -405,7 +439,11 @@ class Backend(Protocol):
         next_spec: RouterSpec | None,
         next_weights: Mapping[str, Weight] | None,
     ) -> RouterBlock:
-        """weights: norm [H], gate (E, H). next_*: the following MoE layer's, for the guess."""
+        """weights: norm [H], gate (E, H), with sigmoid scores optional correction [E]. next_*: the
+        following MoE layer's, for the guess."""
+
+    def mlp(self, spec: MlpSpec, weights: Mapping[str, Weight]) -> MlpBlock:
+        """weights: norm [H], gate_proj and up_proj (I, H), down_proj (H, I)."""
 
     def experts(self, spec: ExpertsSpec, weights: Mapping[str, Weight]) -> ExpertsBlock:
         """weights: optional shared expert: gate_proj, up_proj, down_proj, shared_expert_gate

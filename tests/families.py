@@ -12,6 +12,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from strategies import Choices
 
+
+def _sigmoid_router(c: Choices) -> dict[str, Any]:
+    return {
+        "n_routed_experts": c.num_experts,
+        "n_shared_experts": c.shared_expert_intermediate_size // 64,
+        "moe_intermediate_size": c.moe_intermediate_size,
+        "intermediate_size": 128,
+        "first_k_dense_replace": len(c.dense_layers),
+        "norm_topk_prob": c.norm_topk_prob,
+        "n_group": c.n_group,
+        "topk_group": c.topk_group,
+        "routed_scaling_factor": 2.5,
+    }
+
+
 FAMILIES: dict[str, Callable[[Choices], dict[str, Any]]] = {
     "qwen2_moe": lambda c: {
         "num_experts": c.num_experts,
@@ -21,7 +36,7 @@ FAMILIES: dict[str, Callable[[Choices], dict[str, Any]]] = {
         "qkv_bias": c.qkv_bias,
         "intermediate_size": 256,
         "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
+        "mlp_only_layers": list(c.dense_layers),
         "use_sliding_window": False,
     },
     "qwen3_moe": lambda c: {
@@ -29,8 +44,9 @@ FAMILIES: dict[str, Callable[[Choices], dict[str, Any]]] = {
         "moe_intermediate_size": c.moe_intermediate_size,
         "norm_topk_prob": c.norm_topk_prob,
         "attention_bias": False,
+        "intermediate_size": 192,
         "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
+        "mlp_only_layers": list(c.dense_layers),
         "rope_scaling": None,
     },
     "mixtral": lambda c: {
@@ -51,5 +67,11 @@ FAMILIES: dict[str, Callable[[Choices], dict[str, Any]]] = {
         "attention_multiplier": 0.2,
         "residual_multiplier": 0.22,
         "logits_scaling": 6.0,
+    },
+    "glm4_moe": lambda c: {
+        "attention_bias": c.qkv_bias,
+        "use_qk_norm": c.qk_norm,
+        "partial_rotary_factor": 0.5,
+        **_sigmoid_router(c),
     },
 }

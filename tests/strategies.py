@@ -46,11 +46,17 @@ class Choices:
     moe_intermediate_size: int = 64
     shared_expert_intermediate_size: int = 64
     """0: no shared expert."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers without experts; where only the first can be, as many of those."""
+    n_group: int = 1
+    topk_group: int = 1
     vocab_size: int = 512
     """At least 512, the size of the tokenizer that is written too."""
     tie_word_embeddings: bool = False
     norm_topk_prob: bool = False
     qkv_bias: bool = True
+    qk_norm: bool = False
+    """Where the family leaves it open."""
     bits: tuple[int, ...] = (4,)
     """The default width, then others that modules draw from."""
     group_size: int = 64
@@ -147,7 +153,7 @@ class _Builder:
             name = source if source.startswith("lm_head") else f"model.{source}"
             if len(entry.shape) == 2:
                 self._resident(entry.name, name, (entry.shape[0], entry.shape[1]))
-            elif name.endswith(".bias"):
+            elif name.endswith(("_bias", ".bias")):
                 self._vector(name, entry.shape[0], 0.0)
             else:
                 self._vector(f"{name}.weight", entry.shape[0], 1.0)
@@ -282,21 +288,28 @@ def checkpoint_choices(draw: st.DrawFn, /, **fixed: Any) -> Choices:
     head_dim = draw(st.sampled_from([32, 64]))
     heads = kv_heads * draw(st.sampled_from([2, 4] if head_dim == 32 else [1, 2, 3]))
     experts = draw(st.integers(2, 12))
+    layers = draw(st.integers(1, 3))
+    groups = draw(st.sampled_from([n for n in (1, 2, 3) if experts % n == 0 and experts >= 2 * n]))
+    kept = draw(st.integers(1, groups))
     choices = Choices(
         model_type=draw(st.sampled_from(sorted(FAMILIES))),
         hidden_size=64 * draw(st.integers(1, 3)),
-        num_hidden_layers=draw(st.integers(1, 3)),
+        num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         num_experts=experts,
-        num_experts_per_tok=draw(st.integers(1, min(experts, 8))),
+        num_experts_per_tok=draw(st.integers(1, min(experts * kept // groups, 8))),
         moe_intermediate_size=64 * draw(st.integers(1, 2)),
         shared_expert_intermediate_size=64 * draw(st.integers(0, 2)),
+        dense_layers=tuple(draw(st.sets(st.integers(0, layers - 1), max_size=layers - 1))),
+        n_group=groups,
+        topk_group=kept,
         vocab_size=draw(st.sampled_from([512, 519, 528])),
         tie_word_embeddings=draw(st.booleans()),
         norm_topk_prob=draw(st.booleans()),
         qkv_bias=draw(st.booleans()),
+        qk_norm=draw(st.booleans()),
         bits=draw(st.permutations([3, 4, 8]).flatmap(_prefixes)),
         dense_router=draw(st.booleans()),
         separate_experts=draw(st.booleans()),

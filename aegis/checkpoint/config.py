@@ -47,6 +47,12 @@ _RANGES = {
     "intermediate_size": (1, 1 << 20),
     "moe_intermediate_size": (1, 1 << 20),
     "shared_expert_intermediate_size": (0, 1 << 20),
+    "decoder_sparse_step": (1, 1 << 10),
+    "first_k_dense_replace": (0, 1 << 10),
+    "n_group": (1, 1 << 14),
+    "topk_group": (1, 1 << 14),
+    "n_shared_experts": (0, 1 << 10),
+    "num_nextn_predict_layers": (0, 1 << 10),
     "vocab_size": (1, 1 << 24),
     "max_position_embeddings": (1, (1 << 31) - 1),
 }
@@ -60,6 +66,8 @@ _FLOAT_RANGES = {
     "attention_multiplier": _MULTIPLIER,
     "residual_multiplier": _MULTIPLIER,
     "logits_scaling": _MULTIPLIER,
+    "routed_scaling_factor": _MULTIPLIER,
+    "partial_rotary_factor": (1e-9, 1.0),
 }
 _ANY_INT = (-(1 << 63), (1 << 63) - 1)
 _ANY_FLOAT = (-1.7976931348623157e308, 1.7976931348623157e308)

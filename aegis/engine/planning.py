@@ -94,6 +94,7 @@ class Request:
             num_resident_groups=_num_resident_groups(self.layout),
             number_nbytes=NUMBER_NBYTES[self.numbers],
             num_layers=shape.num_hidden_layers,
+            intermediate_size=shape.intermediate_size,
         )
 
     def kv_specs(self) -> list[KVSpec]:

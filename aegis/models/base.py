@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         KVCache,
         KVSpec,
         Layout,
+        MlpBlock,
         RouterBlock,
         Segment,
         Weight,
@@ -41,6 +42,8 @@ class ModelShape:
     head_dim: int
     max_position_embeddings: int
     tie_word_embeddings: bool
+    intermediate_size: int = 0
+    """Of layers without experts; 0: there are none."""
 
     def kv_specs(self, context: int) -> list[KVSpec]:
         """The key/value cache of every layer that keeps one."""
@@ -50,15 +53,22 @@ class ModelShape:
 
 
 @dataclass(frozen=True)
+class MoeBlocks:
+    """Routed experts behind a layer's attention."""
+
+    router: RouterBlock
+    experts: ExpertsBlock
+    index: int
+    """Among the MoE layers, not among all: the first part of an expert key."""
+
+
+@dataclass(frozen=True)
 class DecoderLayer:
-    """One layer: attention over its cache, then routed experts."""
+    """One layer: attention over its cache, then routed experts or one MLP."""
 
     attention: AttentionBlock
     cache: KVCache
-    router: RouterBlock
-    experts: ExpertsBlock
-    moe_index: int
-    """Index among the MoE layers: the first part of an expert key."""
+    mlp: MoeBlocks | MlpBlock
 
 
 @dataclass(frozen=True)
@@ -68,6 +78,11 @@ class Decoder:
     embedding: EmbeddingBlock
     layers: Sequence[DecoderLayer]
     head: HeadBlock
+
+    @property
+    def moe(self) -> list[MoeBlocks]:
+        """The routed experts, by their index."""
+        return [layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeBlocks)]
 
 
 @dataclass(frozen=True)

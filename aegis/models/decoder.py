@@ -1,4 +1,4 @@
-"""The decoder that many families are: softmax attention and a softmax router in every layer.
+"""The decoder that many families are: softmax attention, then routed experts or one MLP.
 
 A family file describes what sets it apart as a ``Description``; names, shapes and blocks follow
 from that.
@@ -7,14 +7,25 @@ from that.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from aegis.checkpoint.tensor_map import ExpertNames, QuantizeRules, ResidentName, TensorMap
-from aegis.kernels.base import AttentionSpec, ExpertsSpec, HeadSpec, QKNorm, RouterSpec
-from aegis.models.base import Decoder, DecoderLayer, ModelShape, Parts
+from aegis.errors import CheckpointError
+from aegis.kernels.base import (
+    AttentionSpec,
+    ExpertsSpec,
+    HeadSpec,
+    MlpSpec,
+    QKNorm,
+    RouterSpec,
+    Scoring,
+)
+from aegis.models.base import Decoder, DecoderLayer, ModelShape, MoeBlocks, Parts
 from aegis.models.layers import (
     attention_weights,
+    mlp_weights,
+    moe_layers,
     refuse_inconsistent,
     rotary_frequencies,
     router_weights,
@@ -25,11 +36,25 @@ if TYPE_CHECKING:
     from aegis.checkpoint.config import ModelConfig
 
 
+SIGMOID_ROUTER = frozenset(
+    {
+        "scoring_func",
+        "topk_method",
+        "n_group",
+        "topk_group",
+        "norm_topk_prob",
+        "routed_scaling_factor",
+    }
+)
+"""Keys that ``with_sigmoid_router`` reads, and the one for its weights."""
+
+
 @dataclass(frozen=True)
 class MoeNames:
     """What a layer calls its router and experts; see ``ExpertNames`` for the last three."""
 
     gate: str = "mlp.gate"
+    shared: str = "mlp.shared_expert"
     stacked: str = "mlp.switch_mlp.{part}"
     separate: str = "mlp.experts.{expert}.{part}"
     separate_parts: Mapping[str, str] = field(default_factory=dict)
@@ -44,6 +69,15 @@ class Description:
     rms_norm_eps: float
     rope_theta: float
     norm_topk_prob: bool
+    scoring: Scoring = "softmax"
+    """Sigmoid scores have corrections in the checkpoint."""
+    n_group: int = 1
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.0
+    shared_expert_gate: bool = True
+    """Whether a shared expert, where there is one, has a gate."""
+    rotary_dim: int | None = None
+    """Channels of a head that are rotated; None: all."""
     qkv_bias: bool = False
     qk_norm: QKNorm = "none"
     attention_scale: float | None = None
@@ -52,6 +86,8 @@ class Description:
     logits_scaling: float = 1.0
     names: MoeNames = MoeNames()
     quantize: QuantizeRules = field(default_factory=QuantizeRules)
+    ignored: tuple[str, ...] = ()
+    """More of ``TensorMap.ignored``."""
 
 
 def read_shape(
@@ -63,12 +99,12 @@ def read_shape(
         CheckpointError: a size is missing, mistyped or contradicts another.
     """
     heads, hidden = config.int("num_attention_heads"), config.int("hidden_size")
-    layers = config.int("num_hidden_layers")
+    layers, sparse = config.int("num_hidden_layers"), moe_layers(config)
     sizes = ModelShape(
         hidden_size=hidden,
         vocab_size=config.int("vocab_size"),
         num_hidden_layers=layers,
-        moe_layers=tuple(range(layers)),
+        moe_layers=sparse,
         num_experts=config.int("num_experts"),
         num_experts_per_tok=config.int("num_experts_per_tok"),
         moe_intermediate_size=moe_intermediate_size,
@@ -78,9 +114,49 @@ def read_shape(
         head_dim=config.int("head_dim", hidden // heads),
         max_position_embeddings=config.int("max_position_embeddings"),
         tie_word_embeddings=config.bool("tie_word_embeddings", False),
+        intermediate_size=config.int("intermediate_size") if len(sparse) < layers else 0,
     )
     refuse_inconsistent(config, sizes)
     return sizes
+
+
+def with_sigmoid_router(model: Description, config: ModelConfig) -> Description:
+    """The same with DeepSeek-V3's router, whose layers for predicting further tokens are ignored.
+
+    Raises:
+        CheckpointError: a key of it is mistyped, or contradicts another.
+    """
+    for key, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+        if config.get(key, value) != value:
+            raise config.mistyped(key, config.get(key), value)
+    layers, further = model.shape.num_hidden_layers, config.int("num_nextn_predict_layers", 0)
+    found = replace(
+        model,
+        scoring="sigmoid",
+        n_group=config.int("n_group", 1),
+        topk_group=config.int("topk_group", 1),
+        routed_scaling_factor=config.float("routed_scaling_factor", 1.0),
+        shared_expert_gate=False,
+        names=replace(model.names, shared="mlp.shared_experts"),
+        quantize=QuantizeRules(plain=("mlp.gate",), own_type=("e_score_correction_bias",)),
+        ignored=tuple(rf"layers\.{layer}\..*" for layer in range(layers, layers + further)),
+    )
+    _refuse_uneven_groups(config, found)
+    return found
+
+
+def _refuse_uneven_groups(config: ModelConfig, model: Description) -> None:
+    sizes, groups = model.shape, model.n_group
+    if groups == 1 == model.topk_group:
+        return
+    each, uneven = divmod(sizes.num_experts, groups)
+    kept = model.topk_group * each
+    if uneven or each < 2 or model.topk_group > groups or kept < sizes.num_experts_per_tok:
+        raise CheckpointError(
+            f"{config.where} sets n_group to {groups} and topk_group to {model.topk_group}, which"
+            f" does not fit {sizes.num_experts} experts, {sizes.num_experts_per_tok} of them per"
+            " token; use the config.json of this checkpoint"
+        )
 
 
 def tensor_map(model: Description) -> TensorMap:
@@ -89,7 +165,7 @@ def tensor_map(model: Description) -> TensorMap:
     hidden, width = sizes.hidden_size, sizes.moe_intermediate_size
     resident = [ResidentName("embed_tokens", (sizes.vocab_size, hidden))]
     for layer in range(sizes.num_hidden_layers):
-        resident += _layer_names(f"layers.{layer}.", model)
+        resident += _layer_names(layer, model)
     resident.append(ResidentName("norm", (hidden,)))
     if not sizes.tie_word_embeddings:
         resident.append(ResidentName("lm_head", (sizes.vocab_size, hidden)))
@@ -108,24 +184,52 @@ def tensor_map(model: Description) -> TensorMap:
         separate_parts=names.separate_parts,
         fused=(prefix + names.fused[0], prefix + names.fused[1]) if names.fused else None,
     )
-    ignored = (*TensorMap.ignored, *tied)
+    ignored = (*TensorMap.ignored, *tied, *model.ignored)
     return TensorMap(tuple(resident), experts, ignored=ignored, quantize=model.quantize)
 
 
-def _layer_names(prefix: str, model: Description) -> list[ResidentName]:
+def _layer_names(layer: int, model: Description) -> list[ResidentName]:
     """Resident tensors of one layer, in the order they are used."""
-    sizes, gate = model.shape, model.names.gate
-    hidden, shared = sizes.hidden_size, sizes.shared_expert_intermediate_size
-    shapes = {"input_layernorm": (hidden,), **_attention_shapes(model)}
-    shapes["post_attention_layernorm"] = (hidden,)
-    shapes["mlp.gate"] = (sizes.num_experts, hidden)
-    if shared:
-        shapes["mlp.shared_expert.gate_proj"] = (shared, hidden)
-        shapes["mlp.shared_expert.up_proj"] = (shared, hidden)
-        shapes["mlp.shared_expert.down_proj"] = (hidden, shared)
-        shapes["mlp.shared_expert_gate"] = (1, hidden)
-    sources = {} if gate == "mlp.gate" else {"mlp.gate": prefix + gate}
-    return [ResidentName(prefix + n, s, sources.get(n, "")) for n, s in shapes.items()]
+    sizes, prefix = model.shape, f"layers.{layer}."
+    norm = (sizes.hidden_size,)
+    shapes = {"input_layernorm": norm, **_attention_shapes(model), "post_attention_layernorm": norm}
+    if layer in sizes.moe_layers:
+        shapes |= _moe_shapes(model)
+    else:
+        shapes |= _mlp_shapes("mlp", sizes.hidden_size, sizes.intermediate_size)
+    return [
+        ResidentName(prefix + name, shape, _source(prefix, name, model.names))
+        for name, shape in shapes.items()
+    ]
+
+
+def _source(prefix: str, name: str, names: MoeNames) -> str:
+    """What the checkpoint calls a tensor of a layer; empty where it calls it the same."""
+    for own, theirs in (("mlp.gate", names.gate), ("mlp.shared_expert", names.shared)):
+        if own != theirs and (name == own or name.startswith(own + ".")):
+            return prefix + theirs + name.removeprefix(own)
+    return ""
+
+
+def _moe_shapes(model: Description) -> dict[str, tuple[int, ...]]:
+    sizes = model.shape
+    shapes: dict[str, tuple[int, ...]] = {"mlp.gate": (sizes.num_experts, sizes.hidden_size)}
+    if model.scoring == "sigmoid":
+        shapes["mlp.gate.e_score_correction_bias"] = (sizes.num_experts,)
+    if sizes.shared_expert_intermediate_size:
+        shared = sizes.shared_expert_intermediate_size
+        shapes |= _mlp_shapes("mlp.shared_expert", sizes.hidden_size, shared)
+        if model.shared_expert_gate:
+            shapes["mlp.shared_expert_gate"] = (1, sizes.hidden_size)
+    return shapes
+
+
+def _mlp_shapes(name: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{name}.gate_proj": (inner, hidden),
+        f"{name}.up_proj": (inner, hidden),
+        f"{name}.down_proj": (hidden, inner),
+    }
 
 
 def _attention_shapes(model: Description) -> dict[str, tuple[int, ...]]:
@@ -159,24 +263,35 @@ def build(model: Description, parts: Parts) -> Decoder:
 
 
 def _layers(model: Description, parts: Parts) -> list[DecoderLayer]:
-    sizes, weights, backend = model.shape, parts.weights, parts.backend
-    attention, router, experts = _attention(model), _router(model), _experts(model, parts)
+    sizes, backend = model.shape, parts.backend
+    attention, mlp = _attention(model), _mlp(model)
     layers = []
     for layer in range(sizes.num_hidden_layers):
-        last = layer + 1 == sizes.num_hidden_layers
-        following = None if last else router_weights(weights, layer + 1)
+        sparse = layer in sizes.moe_layers
         layers.append(
             DecoderLayer(
-                attention=backend.attention(attention, attention_weights(weights, layer)),
+                attention=backend.attention(attention, attention_weights(parts.weights, layer)),
                 cache=parts.caches[layer],
-                router=backend.router(
-                    router, router_weights(weights, layer), None if last else router, following
-                ),
-                experts=backend.experts(experts, shared_expert_weights(weights, layer)),
-                moe_index=layer,
+                mlp=_moe(model, parts, sizes.moe_layers.index(layer))
+                if sparse
+                else backend.mlp(mlp, mlp_weights(parts.weights, layer)),
             )
         )
     return layers
+
+
+def _moe(model: Description, parts: Parts, index: int) -> MoeBlocks:
+    """The experts of the MoE layer that has this index among them."""
+    layers, weights, backend = model.shape.moe_layers, parts.weights, parts.backend
+    layer, router = layers[index], _router(model)
+    following = router_weights(weights, layers[index + 1]) if index + 1 < len(layers) else None
+    return MoeBlocks(
+        router=backend.router(
+            router, router_weights(weights, layer), None if following is None else router, following
+        ),
+        experts=backend.experts(_experts(model, parts), shared_expert_weights(weights, layer)),
+        index=index,
+    )
 
 
 def _attention(model: Description) -> AttentionSpec:
@@ -187,7 +302,7 @@ def _attention(model: Description) -> AttentionSpec:
         num_key_value_heads=sizes.num_key_value_heads,
         head_dim=sizes.head_dim,
         rms_norm_eps=model.rms_norm_eps,
-        inv_freq=rotary_frequencies(model.rope_theta, sizes.head_dim),
+        inv_freq=rotary_frequencies(model.rope_theta, model.rotary_dim or sizes.head_dim),
         qk_norm=model.qk_norm,
         scale=model.attention_scale,
         residual_multiplier=model.residual_multiplier,
@@ -202,6 +317,20 @@ def _router(model: Description) -> RouterSpec:
         num_experts_per_tok=sizes.num_experts_per_tok,
         norm_topk_prob=model.norm_topk_prob,
         rms_norm_eps=model.rms_norm_eps,
+        scoring=model.scoring,
+        n_group=model.n_group,
+        topk_group=model.topk_group,
+        routed_scaling_factor=model.routed_scaling_factor,
+    )
+
+
+def _mlp(model: Description) -> MlpSpec:
+    sizes = model.shape
+    return MlpSpec(
+        hidden_size=sizes.hidden_size,
+        intermediate_size=sizes.intermediate_size,
+        rms_norm_eps=model.rms_norm_eps,
+        residual_multiplier=model.residual_multiplier,
     )
 
 

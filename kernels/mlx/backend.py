@@ -18,6 +18,7 @@ from aegis.kernels.base import (
     HeadSpec,
     KVSpec,
     Layout,
+    MlpSpec,
     Numbers,
     RouterSpec,
     SlotMemory,
@@ -30,6 +31,7 @@ from aegis.kernels.mlx.embedding import MlxEmbedding
 from aegis.kernels.mlx.experts import MlxExperts
 from aegis.kernels.mlx.head import MlxHead
 from aegis.kernels.mlx.memory import MlxMemory
+from aegis.kernels.mlx.mlp import MlxMlp
 from aegis.kernels.mlx.queue import MlxQueue
 from aegis.kernels.mlx.router import MlxRouter
 
@@ -95,6 +97,10 @@ class MlxBackend:
     ) -> MlxRouter:
         """A router block."""
         return MlxRouter(self.memory, self._traits, spec, weights, next_spec, next_weights)
+
+    def mlp(self, spec: MlpSpec, weights: Mapping[str, Weight]) -> MlxMlp:
+        """An MLP block."""
+        return MlxMlp(self.memory, self._traits, spec, weights)
 
     def experts(self, spec: ExpertsSpec, weights: Mapping[str, Weight]) -> MlxExperts:
         """An experts block over the slots."""

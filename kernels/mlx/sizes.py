@@ -107,7 +107,8 @@ def _experts(spec: WorkspaceSpec) -> int:
     tile_rows = CALL_TILES * TILE_ROWS
     call = tile_rows * (2 * spec.hidden_size + _LIVE * inner)
     pairs = spec.max_tokens * spec.num_experts_per_tok * spec.hidden_size
-    shared = spec.max_tokens * (_LIVE * spec.shared_expert_intermediate_size + spec.hidden_size)
+    resident = max(spec.shared_expert_intermediate_size, spec.intermediate_size)
+    shared = spec.max_tokens * (_LIVE * resident + spec.hidden_size)
     rows = call + 3 * pairs + shared + 4 * spec.max_tokens * spec.hidden_size
     # Codes at up to 8 bits with float32 scales, or plain numbers.
     taken = TAKEN_EXPERTS * 3 * spec.hidden_size * inner * 4

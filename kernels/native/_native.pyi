@@ -146,10 +146,40 @@ class Attention:
     ) -> None: ...
     def __call__(self, x: NDArray[np.float32], cache: KVCache, start: int) -> None: ...
 
-class RouterLayer:
-    """Norm and gate of one router."""
+class Mlp:
+    """MLP block; the arrays at the addresses must outlive it."""
 
-    def __init__(self, norm: int, gate: LinearDesc, eps: float, k: int) -> None: ...
+    def __init__(
+        self,
+        pool: Pool,
+        max_tokens: int,
+        eps: float,
+        norm: int,
+        gate: LinearDesc,
+        up: LinearDesc,
+        down: LinearDesc,
+        scratch: int,
+        scratch_nbytes: int,
+        residual: float = 1.0,
+    ) -> None: ...
+    def __call__(self, x: NDArray[np.float32]) -> None: ...
+
+class RouterLayer:
+    """Norm, gate and rule of one router."""
+
+    def __init__(
+        self,
+        norm: int,
+        gate: LinearDesc,
+        eps: float,
+        k: int,
+        normalise: bool,
+        sigmoid: bool = False,
+        correction: int = 0,
+        groups: int = 1,
+        kept: int = 1,
+        scaling: float = 1.0,
+    ) -> None: ...
 
 class Router:
     """Router block over the workspace's arrays; a call returns how many experts it guessed."""
@@ -159,7 +189,6 @@ class Router:
         pool: Pool,
         hidden: int,
         max_tokens: int,
-        normalise: bool,
         layer: RouterLayer,
         next: RouterLayer | None,
         normed: int,

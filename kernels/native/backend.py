@@ -18,6 +18,7 @@ from aegis.kernels.base import (
     HeadSpec,
     KVSpec,
     Layout,
+    MlpSpec,
     OwnMemory,
     Queue,
     RouterSpec,
@@ -29,6 +30,7 @@ from aegis.kernels.native import _native, sizes
 from aegis.kernels.native.attention import NativeAttention, NativeKVCache
 from aegis.kernels.native.embedding import NativeEmbedding
 from aegis.kernels.native.head import NativeHead
+from aegis.kernels.native.mlp import NativeMlp
 from aegis.kernels.native.moe import NativeExperts
 from aegis.kernels.native.router import NativeRouter
 from aegis.kernels.native.workspace import Workspace
@@ -93,6 +95,10 @@ class NativeBackend:
         """Router block."""
         workspace = self._bound()
         return NativeRouter(self._pool, workspace, spec, weights, next_spec, next_weights)
+
+    def mlp(self, spec: MlpSpec, weights: Mapping[str, Weight]) -> NativeMlp:
+        """MLP block."""
+        return NativeMlp(self._pool, self._bound(), spec, weights)
 
     def experts(self, spec: ExpertsSpec, weights: Mapping[str, Weight]) -> NativeExperts:
         """Experts block."""

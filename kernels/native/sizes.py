@@ -14,6 +14,7 @@ from aegis.kernels.native.sizes_attention import (
     attention_scratch_nbytes,
     head_scratch_nbytes,
     kv_nbytes,
+    mlp_scratch_nbytes,
     router_scratch_nbytes,
 )
 from aegis.kernels.sizes import GROUP, IL16_BITS
@@ -105,6 +106,7 @@ def scratch_nbytes(spec: WorkspaceSpec) -> int:
     return max(
         experts_scratch_nbytes(spec),
         attention_scratch_nbytes(spec),
+        mlp_scratch_nbytes(spec),
         router_scratch_nbytes(spec),
         head_scratch_nbytes(spec),
     )

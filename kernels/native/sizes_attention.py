@@ -1,4 +1,4 @@
-"""Scratch bytes of the attention, router and head blocks (standard library only, for planning).
+"""Scratch bytes of the native blocks but experts (standard library only, for planning).
 
 The C++ blocks carve the same pieces in the same order and refuse a scratch that is too small.
 """
@@ -67,6 +67,15 @@ def router_scratch_nbytes(spec: WorkspaceSpec) -> int:
     logits = rows * _padded(spec.num_experts)
     normed = rows * _padded(spec.hidden_size)
     return _pieces(sums, logits, normed, sums, logits, spec.num_experts)
+
+
+def mlp_scratch_nbytes(spec: WorkspaceSpec) -> int:
+    """Normed rows and their sums; gates and what becomes of them, and their sums."""
+    if not spec.intermediate_size:
+        return 0
+    rows, inner = min(spec.max_tokens, ROW_TILE), spec.intermediate_size
+    normed, gates = rows * _padded(spec.hidden_size), rows * _padded(inner)
+    return _pieces(normed, rows * (spec.hidden_size // 64), gates, gates, rows * (inner // 64))
 
 
 def head_scratch_nbytes(spec: WorkspaceSpec) -> int:

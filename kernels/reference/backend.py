@@ -11,7 +11,7 @@ from aegis.kernels.base import Weight
 from aegis.kernels.reference import sizes
 from aegis.kernels.reference.attention import ReferenceAttention, ReferenceKVCache
 from aegis.kernels.reference.linear import F32, rms_norm, widen
-from aegis.kernels.reference.moe import Clock, ReferenceExperts, ReferenceRouter
+from aegis.kernels.reference.moe import Clock, ReferenceExperts, ReferenceMlp, ReferenceRouter
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         KVCache,
         KVSpec,
         Layout,
+        MlpSpec,
         OwnMemory,
         Queue,
         RouterSpec,
@@ -146,6 +147,10 @@ class ReferenceBackend:
     ) -> ReferenceRouter:
         """A router block."""
         return ReferenceRouter(spec, weights, next_spec, next_weights, self._clock)
+
+    def mlp(self, spec: MlpSpec, weights: Mapping[str, Weight]) -> ReferenceMlp:
+        """An MLP block."""
+        return ReferenceMlp(spec, weights, self._clock)
 
     def experts(self, spec: ExpertsSpec, weights: Mapping[str, Weight]) -> ReferenceExperts:
         """An experts block over the bound slots."""

@@ -20,7 +20,9 @@ def kv_nbytes(spec: KVSpec) -> int:
 def workspace_nbytes(spec: WorkspaceSpec) -> int:
     """The widened copy of the resident weights and the largest temporaries of one call."""
     q_dim = spec.num_attention_heads * spec.head_dim
-    inner = max(spec.moe_intermediate_size, spec.shared_expert_intermediate_size)
+    inner = max(
+        spec.moe_intermediate_size, spec.shared_expert_intermediate_size, spec.intermediate_size
+    )
     rows = spec.max_tokens + 2 * TILE
     activations = rows * (8 * spec.hidden_size + 4 * q_dim + 4 * inner + 4 * spec.num_experts)
     scores = 4 * spec.num_attention_heads * spec.context

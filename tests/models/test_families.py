@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from aegis.checkpoint.config import ModelConfig
 from aegis.convert.convert import convert
 from aegis.errors import CheckpointError
 from aegis.models import family, supported
+from aegis.models.layers import rotary_dim
 
 
 def config(model_type: str, **changes: Any) -> ModelConfig:
@@ -75,8 +77,25 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("key", REFUSED)
-@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+HAS_DENSE_LAYERS = {"mlp_only_layers", "decoder_sparse_step"}
+IMPLEMENTED = {
+    "qwen2_moe": HAS_DENSE_LAYERS,
+    "qwen3_moe": HAS_DENSE_LAYERS,
+    "glm4_moe": {
+        "attention_bias",
+        "partial_rotary_factor",
+        "routed_scaling_factor",
+        "scoring_func",
+    },
+}
+REFUSALS = [
+    (model_type, key)
+    for model_type in sorted(FAMILIES)
+    for key in sorted(REFUSED.keys() - IMPLEMENTED.get(model_type, set()))
+]
+
+
+@pytest.mark.parametrize(("model_type", "key"), REFUSALS)
 def test_keys_that_change_the_maths_are_refused_by_name(model_type: str, key: str) -> None:
     with pytest.raises(CheckpointError, match=f"{key}.*not\\s+implemented for {model_type}"):
         family(model_type).shape(config(model_type, **{key: REFUSED[key]}))
@@ -108,3 +127,100 @@ def test_multipliers_are_refused_where_the_family_has_none(model_type: str, key:
 def test_multipliers_outside_of_reason_are_refused(key: str, value: Any) -> None:
     with pytest.raises(CheckpointError, match=f"sets {key} to"):
         family("granitemoe").shape(config("granitemoe", **{key: value}))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys", "moe_layers"),
+    [
+        ("qwen2_moe", {"mlp_only_layers": [0, 2]}, (1, 3)),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, (1, 3)),
+        ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [3]}, (1,)),
+        ("glm4_moe", {"first_k_dense_replace": 3}, (3,)),
+    ],
+)
+def test_layers_without_experts_are_those_that_the_config_names(
+    model_type: str, keys: dict[str, Any], moe_layers: tuple[int, ...]
+) -> None:
+    found = config(model_type, num_hidden_layers=4, intermediate_size=320, **keys)
+    shape = family(model_type).shape(found)
+    assert shape.moe_layers == moe_layers
+    assert shape.intermediate_size == 320
+    wanted = family(model_type).tensor_map(found)
+    assert wanted.experts.layers == moe_layers
+    shapes = {entry.name: entry.shape for entry in wanted.resident}
+    for layer in range(4):
+        assert (f"layers.{layer}.mlp.gate" in shapes) == (layer in moe_layers)
+        dense = shapes.get(f"layers.{layer}.mlp.up_proj")
+        assert dense == (None if layer in moe_layers else (320, 128))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys", "named"),
+    [
+        ("qwen2_moe", {"mlp_only_layers": [0, 1]}, "no layer with experts"),
+        ("qwen2_moe", {"mlp_only_layers": 1}, "mlp_only_layers"),
+        ("qwen2_moe", {"mlp_only_layers": ["0"]}, "mlp_only_layers"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step"),
+        ("qwen3_moe", {"decoder_sparse_step": 3}, "no layer with experts"),
+        ("glm4_moe", {"first_k_dense_replace": 2}, "no layer with experts"),
+        ("glm4_moe", {"first_k_dense_replace": -1}, "first_k_dense_replace"),
+    ],
+)
+def test_layers_without_experts_that_make_no_sense_are_refused(
+    model_type: str, keys: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(CheckpointError, match=named):
+        family(model_type).shape(config(model_type, **keys))
+
+
+SIGMOID = ["glm4_moe"]
+
+
+@pytest.mark.parametrize("model_type", SIGMOID)
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"n_group": 4},
+        {"n_group": 6},
+        {"n_group": 2, "topk_group": 3},
+        {"n_group": 3, "topk_group": 1, "num_experts_per_tok": 3},
+    ],
+)
+def test_groups_that_do_not_fit_the_experts_are_refused(
+    model_type: str, keys: dict[str, int]
+) -> None:
+    with pytest.raises(CheckpointError, match="sets n_group to"):
+        family(model_type).shape(config(model_type, **keys))
+
+
+@pytest.mark.parametrize("model_type", SIGMOID)
+@pytest.mark.parametrize("key", ["scoring_func", "topk_method"])
+def test_other_rules_of_a_sigmoid_router_are_refused(model_type: str, key: str) -> None:
+    with pytest.raises(CheckpointError, match=f"sets {key} to 'softmax'"):
+        family(model_type).shape(config(model_type, **{key: "softmax"}))
+
+
+@pytest.mark.parametrize("model_type", SIGMOID)
+def test_layers_that_predict_further_tokens_are_ignored(model_type: str) -> None:
+    found = config(model_type, num_nextn_predict_layers=2)
+    patterns = family(model_type).tensor_map(found).ignored
+    names = {
+        f"layers.{layer}.eh_proj.weight": any(
+            re.fullmatch(p, f"layers.{layer}.eh_proj.weight") for p in patterns
+        )
+        for layer in range(5)
+    }
+    assert list(names.values()) == [False, False, True, True, False]
+
+
+@pytest.mark.parametrize("value", [0.0, 1.5, 0.1])
+def test_a_part_of_a_head_that_cannot_be_rotated_is_refused(value: float) -> None:
+    with pytest.raises(CheckpointError, match="partial_rotary_factor"):
+        family("glm4_moe").shape(config("glm4_moe", partial_rotary_factor=value))
+
+
+def test_the_rotated_part_may_stand_with_the_other_rotary_parameters() -> None:
+    keys = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
+    found = config("glm4_moe", rope_parameters=keys)
+    assert rotary_dim(found, 32, 0.5) == 8
+    assert rotary_dim(config("glm4_moe"), 32, 1.0) == 16

@@ -8,6 +8,7 @@
 namespace digest {
 
 using aegis::kernels;
+using aegis::RouterRule;
 
 namespace {
 
@@ -129,26 +130,37 @@ void attention_case(aegis::Pool& pool, AttentionShape shape) {
          digest);
 }
 
+struct Choice {
+  const char* name;
+  RouterRule rule;
+};
+constexpr Choice kChoices[] = {{" plain ", {}},
+                               {" normalised ", {true}},
+                               {" sigmoid ", {true, true, nullptr, 1, 1, 2.5f}},
+                               {" grouped ", {false, true, nullptr, 5, 3, 1.0f}}};
+
 void choice_cases() {
   Random random(9);
   for (int n : {1, 10, 60, 128, 130})
     for (Range range : {Range::ordinary, Range::tiny, Range::edges})
-      for (bool normalise : {false, true}) {
+      for (const Choice& choice : kChoices) {
+        if (n % choice.rule.groups) continue;
         std::vector<float> logits = numbers(random, n, range);
         for (int i = 1; i < n; i += 3) logits[i] = logits[i - 1];  // ties
         const int k = n < 6 ? n : 6;
         std::vector<int32_t> ids(6), best(6);
-        std::vector<float> weights(6);
+        std::vector<float> weights(6), correction = numbers(random, n, Range::ordinary);
+        RouterRule rule = choice.rule;
+        if (rule.sigmoid) rule.correction = correction.data();
         kernels_only([&] {
-          kernels().attention.route(logits.data(), n, k, normalise, ids.data(), weights.data());
-          kernels().attention.largest(logits.data(), n, k, best.data());
+          kernels().attention.route(logits.data(), n, k, rule, ids.data(), weights.data());
+          kernels().attention.best(logits.data(), n, k, rule, best.data());
         });
         Digest digest;
         digest.add(ids.data(), k);
         digest.add(best.data(), k);
         digest.add(weights.data(), k);
-        report("choice " + std::to_string(n) + (normalise ? " normalised " : " plain ") + name_of(range),
-               digest);
+        report("choice " + std::to_string(n) + choice.name + name_of(range), digest);
       }
 }
 
@@ -162,6 +174,28 @@ void attention_cases(aegis::Pool& pool) {
        {AttentionShape{4, 4, 16}, {6, 2, 32}, {8, 1, 64}, {2, 1, 128}, {1, 1, 256},
         {4, 4, 16, true}, {6, 2, 32, true, true}, {2, 1, 128, true, true}})
     attention_case(pool, shape);
+}
+
+void mlp_cases(aegis::Pool& pool) {
+  constexpr int64_t hidden = 192, inner = 320, rows = 40;
+  Random random(12);
+  const std::vector<float> norm = numbers(random, hidden);
+  const Weight gate(random, inner, hidden, Kind::affine4, DType::bf16);
+  const Weight up(random, inner, hidden, Kind::affine8, DType::bf16);
+  const Weight down(random, hidden, inner, Kind::dense, DType::f16);
+  std::vector<float> scratch(1 << 17);
+  for (int64_t tokens : {int64_t{1}, int64_t{5}, rows}) {
+    std::vector<float> x = numbers(random, tokens * hidden);
+    const aegis::MlpBlock block(pool, {rows, 1e-6f, norm.data(), gate.desc, up.desc, down.desc},
+                                aegis::Scratch(scratch.data(), int64_t{4} << 17));
+    {
+      const Foreign environment;
+      block.run(x.data(), tokens);
+    }
+    Digest digest;
+    digest.add(x.data(), tokens * hidden);
+    report("mlp " + std::to_string(tokens), digest);
+  }
 }
 
 void router_cases(aegis::Pool& pool) {
@@ -178,9 +212,9 @@ void router_cases(aegis::Pool& pool) {
     const std::vector<float> x = numbers(random, tokens * hidden);
     std::vector<float> normed(x.size()), weights(static_cast<size_t>(tokens * k));
     std::vector<int32_t> experts(weights.size()), guess(36);
-    const aegis::RouterBlock::Layer layer{norm.data(), gate.desc, 1e-6f, k};
+    const aegis::RouterBlock::Layer layer{norm.data(), gate.desc, 1e-6f, k, {true}};
     const aegis::RouterBlock::Layer following{norm.data(), next.desc, 1e-5f, k};
-    const aegis::RouterBlock block(pool, hidden, rows, true, layer, following,
+    const aegis::RouterBlock block(pool, hidden, rows, layer, following,
                                    {normed.data(), experts.data(), weights.data(), guess.data()},
                                    aegis::Scratch(scratch.data(), nbytes));
     int guessed;

@@ -46,9 +46,6 @@ void silu_mul(const float* gate, const float* up, float* out, int64_t n) {
 void axpy(float weight, const float* x, float* y, int64_t n) {
   for (int64_t i = 0; i < n; ++i) y[i] += weight * x[i];
 }
-void add(const float* a, const float* b, float* out, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) out[i] = a[i] + b[i];
-}
 float sigmoid(float x) { return x; }
 bool copy_scaled(Kind, const float* x, int64_t n, float* out) {
   fill(out, n, touch(x, n));
@@ -90,11 +87,11 @@ void attend_block(const AttentionUnit& unit, int64_t, float* partials, int64_t l
 void merge_blocks(const float* partials, int64_t blocks, int64_t dim, float* out) {
   fill(out, dim, touch(partials, blocks * (dim + kPartialHead)));
 }
-void route(const float* logits, int n, int k, bool, int32_t* ids, float* weights) {
+void route(const float* logits, int n, int k, const RouterRule&, int32_t* ids, float* weights) {
   fill(weights, k, touch(logits, n));
   for (int i = 0; i < k; ++i) ids[i] = i;
 }
-void largest(const float* logits, int n, int k, int32_t* ids) {
+void best(const float* logits, int n, int k, const RouterRule&, int32_t* ids) {
   const bool first = touch(logits, n) < 0;
   for (int i = 0; i < k; ++i) ids[i] = first ? n - 1 - i : i;
 }
@@ -110,7 +107,6 @@ const KernelTable& table_scalar() {
     made.row_sums = row_sums;
     made.silu_mul = silu_mul;
     made.axpy = axpy;
-    made.add = add;
     made.sigmoid = sigmoid;
     made.scale_inputs = copy_scaled;
     made.fma_probe = fma_probe;
@@ -122,7 +118,7 @@ const KernelTable& table_scalar() {
     blocks.attend_block = attend_block;
     blocks.merge_blocks = merge_blocks;
     blocks.route = route;
-    blocks.largest = largest;
+    blocks.best = best;
     return made;
   }();
   return table;
@@ -193,11 +189,18 @@ void stress_attention(Pool& pool, AttentionMemory& memory) {
   }
 }
 
+void stress_mlp(Pool& pool, AttentionMemory& memory, int64_t tokens) {
+  const MlpBlock::Spec spec{kMost, 1e-6f, memory.norm.data(), desc(kInner, kHidden),
+                            desc(kInner, kHidden), desc(kHidden, kInner)};
+  const MlpBlock block(pool, spec, Scratch(memory.scratch.data(), int64_t{4} << 20));
+  block.run(memory.x.data(), tokens);
+}
+
 void stress_router_and_head(Pool& pool, AttentionMemory& memory, int64_t tokens) {
   const RouterBlock::Layer layer{memory.norm.data(), desc(512, kHidden), 1e-6f, kChoices};
   std::vector<float> normed(kMost * kHidden), weights(kMost * kChoices), logits(kMost * 1000);
   std::vector<int32_t> experts(kMost * kChoices), guess(512);
-  const RouterBlock router(pool, kHidden, kMost, true, layer, layer,
+  const RouterBlock router(pool, kHidden, kMost, layer, layer,
                            {normed.data(), experts.data(), weights.data(), guess.data()},
                            Scratch(memory.scratch.data(), int64_t{4} << 20));
   router.run(memory.x.data(), tokens, 6);
@@ -216,6 +219,7 @@ int main() {
       for (int64_t tokens : {int64_t{1}, int64_t{2}, int64_t{9}, kMost}) {
         stress_experts(pool, tokens);
         stress_attention(pool, memory);
+        stress_mlp(pool, memory, tokens);
         stress_router_and_head(pool, memory, tokens);
       }
   }

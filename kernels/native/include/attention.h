@@ -46,6 +46,16 @@ struct AttentionUnit {
 // A partial result: maximum, sum, and from kPartialHead on the weighted values.
 constexpr int64_t kPartialHead = 16;
 
+// How a router's logits become a choice and mixing weights.
+struct RouterRule {
+  bool normalise = false;
+  bool sigmoid = false;               // of each logit; else softmax over all
+  const float* correction = nullptr;  // [n], added to sigmoids for the choice alone; or null
+  int groups = 1;                     // equal ones; experts outside of the `kept` best, by the sum
+  int kept = 1;                       // of their two best, are not chosen: sigmoid only
+  float scaling = 1.0f;
+};
+
 enum class Elementwise : int { exp, sigmoid, silu, sin, cos };
 
 struct AttentionTable {
@@ -67,10 +77,11 @@ struct AttentionTable {
                        int64_t ld_partial);
   // Merges the `blocks` partials of a head (each dim + kPartialHead floats) in order.
   void (*merge_blocks)(const float* partials, int64_t blocks, int64_t dim, float* out);
-  // Softmax over n logits, the k most probable (ties: lower id) in ascending id order.
-  void (*route)(const float* logits, int n, int k, bool normalise, int32_t* ids, float* weights);
-  // The k largest logits, best first (ties: lower id; NaN last).
-  void (*largest)(const float* logits, int n, int k, int32_t* ids);
+  // The k that the rule chooses of n (ties: lower id) in ascending id order, and their weights.
+  void (*route)(const float* logits, int n, int k, const RouterRule& rule, int32_t* ids,
+                float* weights);
+  // The same k, or more of them, best first (NaN last).
+  void (*best)(const float* logits, int n, int k, const RouterRule& rule, int32_t* ids);
   // Row `lane` of a 16-row block of a table, dequantised.
   void (*table_row)(const LinearDesc& format, const uint8_t* row_block, int lane, float* out);
 };

@@ -76,6 +76,34 @@ class AttentionBlock {
   float *wide_, *sums_, *q_, *k_, *v_, *angles_, *partials_;
 };
 
+// x += residual * down(silu(gate) * up) of normed rows, in a layer without experts. The last sum is
+// fma(residual, out, x).
+class MlpBlock {
+ public:
+  struct Spec {
+    int64_t max_tokens;
+    float eps;
+    const float* norm;
+    LinearDesc gate, up, down;
+    float residual = 1.0f;
+  };
+
+  MlpBlock(Pool& pool, const Spec& spec, Scratch scratch);
+
+  int64_t hidden() const { return spec_.gate.in_features; }
+  // x [tokens, hidden], contiguous; in place.
+  void run(float* x, int64_t tokens) const;
+
+ private:
+  void run_tile(Team& team, float* x, int64_t tokens) const;
+  int64_t inner() const { return spec_.gate.rows; }
+
+  Pool& pool_;
+  Spec spec_;
+  int64_t rows_;  // of one tile
+  float *normed_, *sums_, *gate_, *up_, *act_sums_;
+};
+
 // Norm, router, top-k; and the same of the next layer, as a guess.
 class RouterBlock {
  public:
@@ -84,6 +112,7 @@ class RouterBlock {
     LinearDesc gate;
     float eps;
     int k;
+    RouterRule rule = {};
   };
   struct Outputs {
     float* normed;
@@ -92,7 +121,7 @@ class RouterBlock {
     int32_t* guess;
   };
 
-  RouterBlock(Pool& pool, int64_t hidden, int64_t max_tokens, bool normalise, Layer layer,
+  RouterBlock(Pool& pool, int64_t hidden, int64_t max_tokens, Layer layer,
               std::optional<Layer> next, Outputs outputs, Scratch scratch);
 
   int64_t hidden() const { return hidden_; }
@@ -111,7 +140,6 @@ class RouterBlock {
 
   Pool& pool_;
   int64_t hidden_, max_tokens_, rows_;
-  bool normalise_;
   Layer layer_;
   std::optional<Layer> next_;
   Outputs out_;

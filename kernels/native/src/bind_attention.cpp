@@ -97,18 +97,45 @@ void bind_attention_block(nb::module_& m) {
            nb::arg("start"));
 }
 
-RouterBlock::Layer make_layer(uintptr_t norm, const LinearDesc& gate, float eps, int k) {
-  return {at<const float>("a norm", norm), gate, eps, k};
+void make_mlp(MlpBlock* self, Pool& pool, int64_t max_tokens, float eps, uintptr_t norm,
+              const LinearDesc& gate, const LinearDesc& up, const LinearDesc& down,
+              uintptr_t scratch, int64_t scratch_nbytes, float residual) {
+  const MlpBlock::Spec spec{max_tokens, eps, at<const float>("a norm", norm), gate, up, down,
+                            residual};
+  new (self) MlpBlock(pool, spec, Scratch(at<float>("scratch", scratch), scratch_nbytes));
 }
 
-void make_router(RouterBlock* self, Pool& pool, int64_t hidden, int64_t max_tokens, bool normalise,
+void run_mlp(const MlpBlock& block, Matrix x) {
+  const int64_t tokens = static_cast<int64_t>(x.shape(0));
+  check_columns("x", x.shape(1), block.hidden());
+  float* data = data_of("x", x);
+  unlocked(tokens, [&] { block.run(data, tokens); });
+}
+
+void bind_mlp_block(nb::module_& m) {
+  nb::class_<MlpBlock>(m, "Mlp")
+      .def("__init__", &make_mlp, nb::arg("pool"), nb::arg("max_tokens"), nb::arg("eps"),
+           nb::arg("norm"), nb::arg("gate"), nb::arg("up"), nb::arg("down"), nb::arg("scratch"),
+           nb::arg("scratch_nbytes"), nb::arg("residual") = 1.0f, nb::keep_alive<1, 2>())
+      .def("__call__", &run_mlp, nb::arg("x").noconvert());
+}
+
+void make_layer(RouterBlock::Layer* self, uintptr_t norm, const LinearDesc& gate, float eps, int k,
+                bool normalise, bool sigmoid, uintptr_t correction, int groups, int kept,
+                float scaling) {
+  const float* added = correction ? at<const float>("a correction", correction) : nullptr;
+  new (self) RouterBlock::Layer{at<const float>("a norm", norm), gate, eps, k,
+                                {normalise, sigmoid, added, groups, kept, scaling}};
+}
+
+void make_router(RouterBlock* self, Pool& pool, int64_t hidden, int64_t max_tokens,
                  const RouterBlock::Layer& layer, std::optional<RouterBlock::Layer> next,
                  uintptr_t normed, uintptr_t experts, uintptr_t weights, uintptr_t guess,
                  uintptr_t scratch, int64_t scratch_nbytes) {
   const RouterBlock::Outputs outputs{
       at<float>("normed", normed), at<int32_t>("experts", experts), at<float>("weights", weights),
       at<int32_t>("guess", guess)};
-  new (self) RouterBlock(pool, hidden, max_tokens, normalise, layer, next, outputs,
+  new (self) RouterBlock(pool, hidden, max_tokens, layer, next, outputs,
                          Scratch(at<float>("scratch", scratch), scratch_nbytes));
 }
 
@@ -126,14 +153,13 @@ int run_router(const RouterBlock& block, Input x, int candidates) {
 
 void bind_router_block(nb::module_& m) {
   nb::class_<RouterBlock::Layer>(m, "RouterLayer")
-      .def("__init__",
-           [](RouterBlock::Layer* self, uintptr_t norm, const LinearDesc& gate, float eps, int k) {
-             new (self) RouterBlock::Layer(make_layer(norm, gate, eps, k));
-           },
-           nb::arg("norm"), nb::arg("gate"), nb::arg("eps"), nb::arg("k"));
+      .def("__init__", &make_layer, nb::arg("norm"), nb::arg("gate"), nb::arg("eps"),
+           nb::arg("k"), nb::arg("normalise"), nb::arg("sigmoid") = false,
+           nb::arg("correction") = 0, nb::arg("groups") = 1, nb::arg("kept") = 1,
+           nb::arg("scaling") = 1.0f);
   nb::class_<RouterBlock>(m, "Router")
       .def("__init__", &make_router, nb::arg("pool"), nb::arg("hidden"), nb::arg("max_tokens"),
-           nb::arg("normalise"), nb::arg("layer"), nb::arg("next").none(), nb::arg("normed"),
+           nb::arg("layer"), nb::arg("next").none(), nb::arg("normed"),
            nb::arg("experts"), nb::arg("weights"), nb::arg("guess"), nb::arg("scratch"),
            nb::arg("scratch_nbytes"), nb::keep_alive<1, 2>())
       .def("__call__", &run_router, nb::arg("x").noconvert(), nb::arg("candidates"));
@@ -218,6 +244,7 @@ void elementwise(const std::string& name, Vector x, Vector out) {
 
 void bind_attention(nb::module_& m) {
   bind_attention_block(m);
+  bind_mlp_block(m);
   bind_router_block(m);
   nb::class_<HeadBlock>(m, "Head")
       .def("__init__", &make_head, nb::arg("pool"), nb::arg("norm"), nb::arg("eps"),
