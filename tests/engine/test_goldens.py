@@ -22,6 +22,8 @@ GOLDENS = Path(__file__).parents[1] / "goldens"
 SMOLMOE: dict[str, Any] = json.loads((GOLDENS / "smolmoe-135m" / "golden.json").read_text())
 RANDOM = ("glm4_moe", "granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 """Small random checkpoints, one for each family."""
+PLAIN = ("qwen3_moe/hf_bf16",)
+"""The same before they were quantised, as their libraries wrote them."""
 CASES = {case["name"]: case for case in SMOLMOE["prompts"]}
 
 LOGITS_WITHIN = 2e-3
@@ -48,7 +50,7 @@ def smolmoe(request: pytest.FixtureRequest, cache: Path) -> Iterator[Engine]:
 
 @pytest.fixture(
     scope="module",
-    params=[(name, backend) for name in RANDOM for backend in BACKENDS],
+    params=[(name, backend) for name in (*RANDOM, *PLAIN) for backend in BACKENDS],
     ids=lambda param: "-".join(param),
 )
 def random_model(request: pytest.FixtureRequest, cache: Path) -> Iterator[tuple[str, Engine]]:
