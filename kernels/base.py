@@ -91,6 +91,50 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True)
+class LatentSizes:
+    """Sizes of multi-head latent attention, in Hugging Face's names."""
+
+    q_lora_rank: int
+    """0: queries are projected at once."""
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    @property
+    def key_dim(self) -> int:
+        """What a position keeps for all heads: its latent, then its rotated key."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def query_dim(self) -> int:
+        """Of a head before its first part is mapped to the latents."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True)
+class LatentAttentionSpec:
+    """Softmax attention whose heads share one key per position and attend to its latent.
+
+    A head's query is mapped to the latents' space, and what it attended to back, so that keys and
+    values of the heads are never made. Rotary positions turn pairs of neighbouring channels.
+    """
+
+    hidden_size: int
+    num_attention_heads: int
+    sizes: LatentSizes
+    rms_norm_eps: float
+    inv_freq: tuple[float, ...]
+    """Rotary frequencies, float32-representable, length qk_rope_head_dim / 2."""
+    scale: float
+    """What scores are multiplied by."""
+    rotary_scale: float = 1.0
+    """What rotated channels of queries and keys are multiplied by."""
+    lora_norm_eps: float = 1e-6
+    """Of the norms between two projections."""
+
+
+@dataclass(frozen=True)
 class RouterSpec:
     """Router over E experts behind a post-attention RMS norm.
 
@@ -158,6 +202,8 @@ class KVSpec:
     context: int
     number_nbytes: int = 4
     """Bytes of an activation, for backends that keep keys and values as they come."""
+    latent_dim: int = 0
+    """Above 0: values are the first so many channels of the only head's keys."""
 
 
 @dataclass(frozen=True)
@@ -189,6 +235,8 @@ class WorkspaceSpec:
     with one."""
     intermediate_size: int = 0
     """Of layers without experts; 0: there are none."""
+    latent: LatentSizes | None = None
+    """Of latent attention; there is then one head of keys, of its ``key_dim``."""
 
 
 class Routing:
@@ -431,6 +479,13 @@ class Backend(Protocol):
     def attention(self, spec: AttentionSpec, weights: Mapping[str, Weight]) -> AttentionBlock:
         """weights: norm [H], q_proj, k_proj, v_proj, o_proj, optional q_bias, k_bias, v_bias; with
         a qk_norm q_norm and k_norm, of one head's channels or of the whole projection's."""
+
+    def latent_attention(
+        self, spec: LatentAttentionSpec, weights: Mapping[str, Weight]
+    ) -> AttentionBlock:
+        """weights: norm [H]; q_proj, or q_a_proj, q_a_norm and q_b_proj; kv_a_proj, kv_a_norm,
+        o_proj; embed_q (heads * kv_lora_rank, qk_nope_head_dim) and unembed_out (heads *
+        v_head_dim, kv_lora_rank), head by head."""
 
     def router(
         self,

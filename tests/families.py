@@ -12,6 +12,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from strategies import Choices
 
+YARN = {
+    "type": "yarn",
+    "factor": 40,
+    "original_max_position_embeddings": 128,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.2,
+    "mscale_all_dim": 0.8,
+}
+
 
 def _sigmoid_router(c: Choices) -> dict[str, Any]:
     return {
@@ -72,6 +82,19 @@ FAMILIES: dict[str, Callable[[Choices], dict[str, Any]]] = {
         "attention_bias": c.qkv_bias,
         "use_qk_norm": c.qk_norm,
         "partial_rotary_factor": 0.5,
+        **_sigmoid_router(c),
+    },
+    "deepseek_v3": lambda c: {
+        "attention_bias": False,
+        "q_lora_rank": 64 if c.qk_norm else None,
+        "kv_lora_rank": 64 * c.num_key_value_heads,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": c.head_dim // 2,
+        "v_head_dim": c.head_dim,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+        "rope_scaling": YARN if c.qkv_bias else None,
         **_sigmoid_router(c),
     },
 }

@@ -152,7 +152,8 @@ class _Builder:
             source = entry.source or entry.name
             name = source if source.startswith("lm_head") else f"model.{source}"
             if len(entry.shape) == 2:
-                self._resident(entry.name, name, (entry.shape[0], entry.shape[1]))
+                stack, cols = max(entry.stack, 1), entry.shape[1]
+                self._resident(entry.name, name, (entry.shape[0] // stack, cols), entry.stack)
             elif name.endswith(("_bias", ".bias")):
                 self._vector(name, entry.shape[0], 0.0)
             else:
@@ -160,10 +161,11 @@ class _Builder:
         for layer in wanted.experts.layers:
             self._experts(wanted.experts, layer)
 
-    def _resident(self, kind: str, name: str, shape: tuple[int, int]) -> None:
+    def _resident(self, kind: str, name: str, shape: tuple[int, int], stack: int) -> None:
         gate = kind.endswith(".mlp.gate")
         gain = 3.0 if gate else {"embed_tokens": 8.0, "lm_head": 2.0}.get(kind, 1.0)
-        self._linear(name, shape, gain, dense=gate and self._choices.dense_router)
+        bits = 0 if gate and self._choices.dense_router else self._draw_bits(name)
+        self._add(name, self._weight(name, shape, bits, bits, gain, stack), bits)
 
     def _experts(self, names: ExpertNames, layer: int) -> None:
         c = self._choices
@@ -198,12 +200,6 @@ class _Builder:
 
     def _draw_bits(self, name: str) -> int:
         return int(self._rng(name + ".bits").choice(self._choices.bits))
-
-    def _linear(
-        self, name: str, shape: tuple[int, int], gain: float = 1.0, dense: bool = False
-    ) -> None:
-        bits = 0 if dense else self._draw_bits(name)
-        self._add(name, self._weight(name, shape, bits, bits, gain), bits)
 
     def _add(self, name: str, parts: Mapping[str, Tensor], bits: int) -> None:
         for suffix, tensor in parts.items():

@@ -47,6 +47,12 @@ _RANGES = {
     "intermediate_size": (1, 1 << 20),
     "moe_intermediate_size": (1, 1 << 20),
     "shared_expert_intermediate_size": (0, 1 << 20),
+    "q_lora_rank": (0, 1 << 20),
+    "kv_lora_rank": (1, 1 << 20),
+    "qk_nope_head_dim": (1, 1 << 14),
+    "qk_rope_head_dim": (1, 1 << 14),
+    "v_head_dim": (1, 1 << 14),
+    "original_max_position_embeddings": (1, (1 << 31) - 1),
     "decoder_sparse_step": (1, 1 << 10),
     "first_k_dense_replace": (0, 1 << 10),
     "n_group": (1, 1 << 14),
@@ -68,6 +74,12 @@ _FLOAT_RANGES = {
     "logits_scaling": _MULTIPLIER,
     "routed_scaling_factor": _MULTIPLIER,
     "partial_rotary_factor": (1e-9, 1.0),
+    "factor": (1e-9, 1e9),
+    "beta_fast": (1e-9, 1e9),
+    "beta_slow": (1e-9, 1e9),
+    "mscale": (0.0, 1e9),
+    "mscale_all_dim": (0.0, 1e9),
+    "attention_factor": (1e-9, 1e9),
 }
 _ANY_INT = (-(1 << 63), (1 << 63) - 1)
 _ANY_FLOAT = (-1.7976931348623157e308, 1.7976931348623157e308)

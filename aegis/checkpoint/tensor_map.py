@@ -18,6 +18,8 @@ class ResidentName:
     shape: tuple[int, ...]
     source: str = ""
     optional: bool = False
+    stack: int = 0
+    """Above 0: the checkpoint has so many matrices in one tensor, whose rows are these."""
 
 
 @dataclass(frozen=True)

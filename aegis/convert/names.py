@@ -85,7 +85,8 @@ def resolve(checkpoint: Checkpoint, tensor_map: TensorMap) -> Resolved:
         source = entry.source or entry.name
         if entry.optional and not finder.has(source):
             continue
-        resident[entry.name] = finder.weight(source, entry.shape)
+        rows = entry.shape[0] // (entry.stack or 1)
+        resident[entry.name] = finder.weight(source, (rows, *entry.shape[1:]), entry.stack)
     names = tensor_map.experts
     experts = {
         layer: {part: finder.experts(names, layer, part) for part in PARTS}

@@ -95,6 +95,7 @@ class Request:
             number_nbytes=NUMBER_NBYTES[self.numbers],
             num_layers=shape.num_hidden_layers,
             intermediate_size=shape.intermediate_size,
+            latent=shape.latent,
         )
 
     def kv_specs(self) -> list[KVSpec]:

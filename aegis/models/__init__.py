@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from aegis.checkpoint.layout import StoreLayout
     from aegis.models.base import Family
 
-_SHARED = {"base", "decoder", "layers"}
+_SHARED = {"base", "decoder", "latent", "layers", "rotary"}
 
 
 def supported() -> list[str]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         HeadBlock,
         KVCache,
         KVSpec,
+        LatentSizes,
         Layout,
         MlpBlock,
         RouterBlock,
@@ -44,12 +45,16 @@ class ModelShape:
     tie_word_embeddings: bool
     intermediate_size: int = 0
     """Of layers without experts; 0: there are none."""
+    latent: LatentSizes | None = None
+    """Of latent attention; there is then one head of keys, of its ``key_dim``."""
 
     def kv_specs(self, context: int) -> list[KVSpec]:
         """The key/value cache of every layer that keeps one."""
         from aegis.kernels.base import KVSpec
 
-        return [KVSpec(self.num_key_value_heads, self.head_dim, context)] * self.num_hidden_layers
+        latent = self.latent.kv_lora_rank if self.latent else 0
+        spec = KVSpec(self.num_key_value_heads, self.head_dim, context, latent_dim=latent)
+        return [spec] * self.num_hidden_layers
 
 
 @dataclass(frozen=True)

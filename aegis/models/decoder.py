@@ -22,18 +22,20 @@ from aegis.kernels.base import (
     Scoring,
 )
 from aegis.models.base import Decoder, DecoderLayer, ModelShape, MoeBlocks, Parts
+from aegis.models.latent import BY_HEAD, latent_shapes, latent_weights
 from aegis.models.layers import (
     attention_weights,
     mlp_weights,
     moe_layers,
     refuse_inconsistent,
-    rotary_frequencies,
     router_weights,
     shared_expert_weights,
 )
+from aegis.models.rotary import rotary_frequencies
 
 if TYPE_CHECKING:
     from aegis.checkpoint.config import ModelConfig
+    from aegis.kernels.base import AttentionBlock, LatentAttentionSpec, LatentSizes
 
 
 SIGMOID_ROUTER = frozenset(
@@ -67,8 +69,10 @@ class Description:
 
     shape: ModelShape
     rms_norm_eps: float
-    rope_theta: float
     norm_topk_prob: bool
+    rope_theta: float = 10000.0
+    latent: LatentAttentionSpec | None = None
+    """In place of all that is said here of attention."""
     scoring: Scoring = "softmax"
     """Sigmoid scores have corrections in the checkpoint."""
     n_group: int = 1
@@ -91,7 +95,10 @@ class Description:
 
 
 def read_shape(
-    config: ModelConfig, moe_intermediate_size: int, shared_expert_intermediate_size: int = 0
+    config: ModelConfig,
+    moe_intermediate_size: int,
+    shared_expert_intermediate_size: int = 0,
+    latent: LatentSizes | None = None,
 ) -> ModelShape:
     """Sizes for planning; families name those of experts differently.
 
@@ -110,11 +117,12 @@ def read_shape(
         moe_intermediate_size=moe_intermediate_size,
         shared_expert_intermediate_size=shared_expert_intermediate_size,
         num_attention_heads=heads,
-        num_key_value_heads=config.int("num_key_value_heads", heads),
-        head_dim=config.int("head_dim", hidden // heads),
+        num_key_value_heads=1 if latent else config.int("num_key_value_heads", heads),
+        head_dim=latent.key_dim if latent else config.int("head_dim", hidden // heads),
         max_position_embeddings=config.int("max_position_embeddings"),
         tie_word_embeddings=config.bool("tie_word_embeddings", False),
         intermediate_size=config.int("intermediate_size") if len(sparse) < layers else 0,
+        latent=latent,
     )
     refuse_inconsistent(config, sizes)
     return sizes
@@ -198,7 +206,12 @@ def _layer_names(layer: int, model: Description) -> list[ResidentName]:
     else:
         shapes |= _mlp_shapes("mlp", sizes.hidden_size, sizes.intermediate_size)
     return [
-        ResidentName(prefix + name, shape, _source(prefix, name, model.names))
+        ResidentName(
+            prefix + name,
+            shape,
+            _source(prefix, name, model.names),
+            stack=sizes.num_attention_heads if name in BY_HEAD else 0,
+        )
         for name, shape in shapes.items()
     ]
 
@@ -233,6 +246,8 @@ def _mlp_shapes(name: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]
 
 
 def _attention_shapes(model: Description) -> dict[str, tuple[int, ...]]:
+    if model.latent is not None:
+        return latent_shapes(model.latent)
     sizes, shapes = model.shape, dict[str, tuple[int, ...]]()
     heads = {"q": sizes.num_attention_heads}
     heads["k"] = heads["v"] = sizes.num_key_value_heads
@@ -263,14 +278,13 @@ def build(model: Description, parts: Parts) -> Decoder:
 
 
 def _layers(model: Description, parts: Parts) -> list[DecoderLayer]:
-    sizes, backend = model.shape, parts.backend
-    attention, mlp = _attention(model), _mlp(model)
+    sizes, backend, mlp = model.shape, parts.backend, _mlp(model)
     layers = []
     for layer in range(sizes.num_hidden_layers):
         sparse = layer in sizes.moe_layers
         layers.append(
             DecoderLayer(
-                attention=backend.attention(attention, attention_weights(parts.weights, layer)),
+                attention=_attention(model, parts, layer),
                 cache=parts.caches[layer],
                 mlp=_moe(model, parts, sizes.moe_layers.index(layer))
                 if sparse
@@ -294,9 +308,11 @@ def _moe(model: Description, parts: Parts, index: int) -> MoeBlocks:
     )
 
 
-def _attention(model: Description) -> AttentionSpec:
-    sizes = model.shape
-    return AttentionSpec(
+def _attention(model: Description, parts: Parts, layer: int) -> AttentionBlock:
+    sizes, weights, backend = model.shape, parts.weights, parts.backend
+    if model.latent is not None:
+        return backend.latent_attention(model.latent, latent_weights(weights, layer))
+    spec = AttentionSpec(
         hidden_size=sizes.hidden_size,
         num_attention_heads=sizes.num_attention_heads,
         num_key_value_heads=sizes.num_key_value_heads,
@@ -307,6 +323,7 @@ def _attention(model: Description) -> AttentionSpec:
         scale=model.attention_scale,
         residual_multiplier=model.residual_multiplier,
     )
+    return backend.attention(spec, attention_weights(weights, layer))
 
 
 def _router(model: Description) -> RouterSpec:

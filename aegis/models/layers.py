@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping
-from decimal import Decimal, localcontext
 from typing import TYPE_CHECKING
 
 from aegis.checkpoint.plainfile import shown
@@ -15,18 +13,6 @@ if TYPE_CHECKING:
     from aegis.checkpoint.config import ModelConfig
     from aegis.kernels.base import Weight
     from aegis.models.base import ModelShape
-
-
-def rotary_frequencies(theta: float, dim: int) -> tuple[float, ...]:
-    """``theta ** (-2i / dim)`` for i < dim / 2, each rounded once to float32.
-
-    Decimal arithmetic, because pow of the C library differs between systems in the last bit.
-    """
-    with localcontext() as context:
-        context.prec = 30
-        base = Decimal(theta)
-        exact = [base ** (Decimal(-2 * i) / Decimal(dim)) for i in range(dim // 2)]
-    return tuple(struct.unpack("f", struct.pack("f", float(value)))[0] for value in exact)
 
 
 def attention_weights(weights: Mapping[str, Weight], layer: int) -> dict[str, Weight]:

@@ -17,6 +17,7 @@ from aegis.kernels.base import (
     Format,
     HeadSpec,
     KVSpec,
+    LatentAttentionSpec,
     Layout,
     MlpSpec,
     Numbers,
@@ -30,6 +31,7 @@ from aegis.kernels.mlx.attention import MlxAttention, MlxKVCache, Positions
 from aegis.kernels.mlx.embedding import MlxEmbedding
 from aegis.kernels.mlx.experts import MlxExperts
 from aegis.kernels.mlx.head import MlxHead
+from aegis.kernels.mlx.latent import MlxLatentAttention
 from aegis.kernels.mlx.memory import MlxMemory
 from aegis.kernels.mlx.mlp import MlxMlp
 from aegis.kernels.mlx.queue import MlxQueue
@@ -87,6 +89,12 @@ class MlxBackend:
     def attention(self, spec: AttentionSpec, weights: Mapping[str, Weight]) -> MlxAttention:
         """An attention block."""
         return MlxAttention(self.memory, self._traits, self._positions, spec, weights)
+
+    def latent_attention(
+        self, spec: LatentAttentionSpec, weights: Mapping[str, Weight]
+    ) -> MlxLatentAttention:
+        """A block of latent attention."""
+        return MlxLatentAttention(self.memory, self._traits, self._positions, spec, weights)
 
     def router(
         self,

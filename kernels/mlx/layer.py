@@ -13,13 +13,19 @@ from aegis.kernels.base import KVCache
 from aegis.kernels.mlx import device
 from aegis.kernels.mlx.attention import MlxAttention
 from aegis.kernels.mlx.experts import MlxExperts
+from aegis.kernels.mlx.latent import MlxLatentAttention
 from aegis.kernels.mlx.router import MlxRouter, MlxRouting
 
 
 class MlxLayer:
     """QueuedLayer on MLX."""
 
-    def __init__(self, attention: MlxAttention, router: MlxRouter, experts: MlxExperts) -> None:
+    def __init__(
+        self,
+        attention: MlxAttention | MlxLatentAttention,
+        router: MlxRouter,
+        experts: MlxExperts,
+    ) -> None:
         self._attention, self._router, self._experts = attention, router, experts
         self._behind_heads = device.compiled(self._compute)
 

@@ -82,9 +82,10 @@ def capacity(spec: KVSpec) -> int:
 
 
 def kv_nbytes(spec: KVSpec) -> int:
-    """Keys and values of one layer, each an array of its own."""
+    """Keys and values of one layer, each an array of its own, if values are not a part of keys."""
     numbers = spec.num_key_value_heads * capacity(spec) * spec.head_dim
-    return 2 * align_up(numbers * spec.number_nbytes, _PAGE)
+    arrays = 1 if spec.latent_dim else 2
+    return arrays * align_up(numbers * spec.number_nbytes, _PAGE)
 
 
 def workspace_nbytes(spec: WorkspaceSpec) -> int:
@@ -96,6 +97,10 @@ def workspace_nbytes(spec: WorkspaceSpec) -> int:
 
 def _attention(spec: WorkspaceSpec) -> int:
     width = (spec.num_attention_heads + 2 * spec.num_key_value_heads) * spec.head_dim
+    if spec.latent is not None:
+        # Queries before they are mapped to the latents, and heads behind them.
+        own = spec.latent.q_lora_rank + spec.num_attention_heads * spec.latent.v_head_dim
+        width += own + spec.num_attention_heads * spec.latent.query_dim
     rows = spec.max_tokens * (2 * spec.hidden_size + _LIVE * width) * spec.number_nbytes
     queries = min(spec.max_tokens, ATTENTION_ROWS)
     scores = spec.num_attention_heads * queries * spec.context
@@ -122,5 +127,6 @@ def _widened(spec: WorkspaceSpec) -> int:
 
 def _kv_copy(spec: WorkspaceSpec) -> int:
     """While one token still reads keys and values, the next writes to copies, in every layer."""
-    one = KVSpec(spec.num_key_value_heads, spec.head_dim, spec.context, spec.number_nbytes)
+    latent = spec.latent.kv_lora_rank if spec.latent else 0
+    one = KVSpec(spec.num_key_value_heads, spec.head_dim, spec.context, spec.number_nbytes, latent)
     return spec.num_layers * kv_nbytes(one)

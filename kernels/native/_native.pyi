@@ -115,7 +115,9 @@ class ReadPool:
 class KVCache:
     """Keys and values of one layer at an address (see aegis.kernels.native.attention)."""
 
-    def __init__(self, address: int, kv_heads: int, positions: int, dim: int) -> None: ...
+    def __init__(
+        self, address: int, kv_heads: int, positions: int, dim: int, value_dim: int
+    ) -> None: ...
 
 class Attention:
     """Attention block; the arrays at the addresses must outlive it."""
@@ -143,6 +145,29 @@ class Attention:
         norm_per_head: bool = False,
         scale: float | None = None,
         residual: float = 1.0,
+    ) -> None: ...
+    def __call__(self, x: NDArray[np.float32], cache: KVCache, start: int) -> None: ...
+
+class LatentAttention:
+    """Latent attention; the arrays at the addresses must outlive it.
+
+    shape: hidden, heads, rank, nope, rope, value, max_tokens, context. norms: norm, kv_norm, q_norm
+    (0: none, and linears[1] is not used). linears: q, q_b, kv, embed, unembed, o.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        shape: Sequence[int],
+        eps: float,
+        lora_eps: float,
+        inv_freq: Sequence[float],
+        scale: float,
+        rotary_scale: float,
+        norms: Sequence[int],
+        linears: Sequence[LinearDesc],
+        scratch: int,
+        scratch_nbytes: int,
     ) -> None: ...
     def __call__(self, x: NDArray[np.float32], cache: KVCache, start: int) -> None: ...
 

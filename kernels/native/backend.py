@@ -17,6 +17,7 @@ from aegis.kernels.base import (
     Format,
     HeadSpec,
     KVSpec,
+    LatentAttentionSpec,
     Layout,
     MlpSpec,
     OwnMemory,
@@ -30,6 +31,7 @@ from aegis.kernels.native import _native, sizes
 from aegis.kernels.native.attention import NativeAttention, NativeKVCache
 from aegis.kernels.native.embedding import NativeEmbedding
 from aegis.kernels.native.head import NativeHead
+from aegis.kernels.native.latent import NativeLatentAttention
 from aegis.kernels.native.mlp import NativeMlp
 from aegis.kernels.native.moe import NativeExperts
 from aegis.kernels.native.router import NativeRouter
@@ -84,6 +86,12 @@ class NativeBackend:
     def attention(self, spec: AttentionSpec, weights: Mapping[str, Weight]) -> NativeAttention:
         """Attention block."""
         return NativeAttention(self._pool, self._bound(), spec, weights)
+
+    def latent_attention(
+        self, spec: LatentAttentionSpec, weights: Mapping[str, Weight]
+    ) -> NativeLatentAttention:
+        """Block of latent attention."""
+        return NativeLatentAttention(self._pool, self._bound(), spec, weights)
 
     def router(
         self,

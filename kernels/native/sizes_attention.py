@@ -5,7 +5,7 @@ The C++ blocks carve the same pieces in the same order and refuse a scratch that
 
 from __future__ import annotations
 
-from aegis.kernels.base import KVSpec, WorkspaceSpec
+from aegis.kernels.base import KVSpec, LatentSizes, WorkspaceSpec
 from aegis.kernels.sizes import align_up
 
 ROW_TILE = 128
@@ -38,12 +38,15 @@ def kv_positions(spec: KVSpec) -> int:
 
 def kv_nbytes(spec: KVSpec) -> int:
     """Keys and values of one layer in float32."""
-    return 2 * spec.num_key_value_heads * kv_positions(spec) * spec.head_dim * _F32
+    dims = spec.head_dim + (spec.latent_dim or spec.head_dim)
+    return spec.num_key_value_heads * kv_positions(spec) * dims * _F32
 
 
 def attention_scratch_nbytes(spec: WorkspaceSpec) -> int:
     """Normed rows (later the attended ones), their sums, q, k, v, rotary values, partial results
     of one row."""
+    if spec.latent is not None:
+        return _latent_scratch_nbytes(spec, spec.latent)
     rows = min(spec.max_tokens, ROW_TILE)
     q_dim = spec.num_attention_heads * spec.head_dim
     kv_dim = spec.num_key_value_heads * spec.head_dim
@@ -57,6 +60,28 @@ def attention_scratch_nbytes(spec: WorkspaceSpec) -> int:
         rows * _padded(kv_dim),
         rows * spec.head_dim,
         spec.num_attention_heads * blocks * (spec.head_dim + _LINE),
+    )
+
+
+def _latent_scratch_nbytes(spec: WorkspaceSpec, sizes: LatentSizes) -> int:
+    """Normed rows (later the heads' values) and their sums; the same of queries between their two
+    projections, and of queries; what the cache gets; rotary values; queries over latents (later
+    what they attended to) and their sums; partial results of one row."""
+    rows, heads = min(spec.max_tokens, ROW_TILE), spec.num_attention_heads
+    widest = max(spec.hidden_size, heads * sizes.v_head_dim)
+    blocks = -(-spec.context // POSITION_BLOCK)
+    return _pieces(
+        rows * _padded(widest),
+        rows * (widest // 64),
+        rows * _padded(sizes.q_lora_rank),
+        rows * (sizes.q_lora_rank // 64),
+        rows * _padded(heads * sizes.query_dim),
+        rows * heads * (sizes.qk_nope_head_dim // 64),
+        rows * _padded(sizes.key_dim),
+        rows * sizes.qk_rope_head_dim,
+        rows * _padded(heads * sizes.key_dim),
+        rows * heads * (sizes.kv_lora_rank // 64),
+        heads * blocks * (sizes.kv_lora_rank + _LINE),
     )
 
 

@@ -13,8 +13,10 @@ _F32 = 4
 
 
 def kv_nbytes(spec: KVSpec) -> int:
-    """Keys and values of one layer, float32, [2, kv_heads, context, head_dim]."""
-    return 2 * spec.num_key_value_heads * spec.context * spec.head_dim * _F32
+    """Keys and values of one layer, float32, [2, kv_heads, context, head_dim]; keys alone, where
+    values are a part of them."""
+    both = 1 if spec.latent_dim else 2
+    return both * spec.num_key_value_heads * spec.context * spec.head_dim * _F32
 
 
 def workspace_nbytes(spec: WorkspaceSpec) -> int:

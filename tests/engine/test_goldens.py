@@ -20,7 +20,15 @@ from aegis.models.base import MoeBlocks
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 SMOLMOE: dict[str, Any] = json.loads((GOLDENS / "smolmoe-135m" / "golden.json").read_text())
-RANDOM = ("glm4_moe", "granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+RANDOM = (
+    "deepseek_v3",
+    "glm4_moe",
+    "granitemoe",
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3_moe",
+)
 """Small random checkpoints, one for each family."""
 PLAIN = ("qwen3_moe/hf_bf16",)
 """The same before they were quantised, as their libraries wrote them."""

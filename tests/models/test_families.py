@@ -13,6 +13,7 @@ from strategies import Choices, config_of, write_checkpoint
 from aegis.checkpoint.config import ModelConfig
 from aegis.convert.convert import convert
 from aegis.errors import CheckpointError
+from aegis.kernels.base import KVSpec
 from aegis.models import family, supported
 from aegis.models.layers import rotary_dim
 
@@ -87,6 +88,7 @@ IMPLEMENTED = {
         "routed_scaling_factor",
         "scoring_func",
     },
+    "deepseek_v3": {"rope_scaling", "routed_scaling_factor", "scoring_func"},
 }
 REFUSALS = [
     (model_type, key)
@@ -136,6 +138,7 @@ def test_multipliers_outside_of_reason_are_refused(key: str, value: Any) -> None
         ("qwen3_moe", {"decoder_sparse_step": 2}, (1, 3)),
         ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [3]}, (1,)),
         ("glm4_moe", {"first_k_dense_replace": 3}, (3,)),
+        ("deepseek_v3", {"first_k_dense_replace": 1}, (1, 2, 3)),
     ],
 )
 def test_layers_without_experts_are_those_that_the_config_names(
@@ -173,7 +176,7 @@ def test_layers_without_experts_that_make_no_sense_are_refused(
         family(model_type).shape(config(model_type, **keys))
 
 
-SIGMOID = ["glm4_moe"]
+SIGMOID = ["deepseek_v3", "glm4_moe"]
 
 
 @pytest.mark.parametrize("model_type", SIGMOID)
@@ -224,3 +227,31 @@ def test_the_rotated_part_may_stand_with_the_other_rotary_parameters() -> None:
     found = config("glm4_moe", rope_parameters=keys)
     assert rotary_dim(found, 32, 0.5) == 8
     assert rotary_dim(config("glm4_moe"), 32, 1.0) == 16
+
+
+def test_a_position_of_latent_attention_keeps_one_latent_and_one_key() -> None:
+    found = config("deepseek_v3", kv_lora_rank=512, qk_rope_head_dim=64, num_attention_heads=128)
+    for spec in family("deepseek_v3").shape(found).kv_specs(4096):
+        assert spec == KVSpec(1, 576, 4096, latent_dim=512)
+
+
+def test_queries_of_latent_attention_may_come_without_a_low_rank() -> None:
+    wanted = family("deepseek_v3").tensor_map(config("deepseek_v3", q_lora_rank=None))
+    shapes = {entry.name: entry.shape for entry in wanted.resident}
+    assert shapes["layers.0.self_attn.q_proj"] == (4 * (64 + 16), 128)
+    assert not any("q_a" in name or "q_b" in name for name in shapes)
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"rope_interleave": False}, "rope_interleave to False; expected true"),
+        ({"qk_rope_head_dim": 15}, "qk_rope_head_dim to 15"),
+        ({"kv_lora_rank": None}, "lacks kv_lora_rank"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq"),
+    ],
+)
+def test_latent_attention_of_another_kind_is_refused(keys: dict[str, Any], named: str) -> None:
+    with pytest.raises(CheckpointError, match=named):
+        family("deepseek_v3").shape(config("deepseek_v3", **keys))

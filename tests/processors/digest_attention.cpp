@@ -2,7 +2,7 @@
 #include <optional>
 #include <string>
 
-#include "attention_blocks.h"
+#include "latent_block.h"
 #include "digest.h"
 
 namespace digest {
@@ -113,7 +113,7 @@ void attention_case(aegis::Pool& pool, AttentionShape shape) {
   const int64_t nbytes = static_cast<int64_t>(scratch.size()) * 4;
   const aegis::AttentionBlock block(pool, spec, aegis::Scratch(scratch.data(), nbytes));
   const aegis::KVView view{cache.data(), cache.data() + shape.kv_heads * context * shape.dim, context,
-                           shape.kv_heads, shape.dim};
+                           shape.kv_heads, shape.dim, shape.dim};
   {
     const Foreign environment;
     int64_t start = 0;
@@ -128,6 +128,44 @@ void attention_case(aegis::Pool& pool, AttentionShape shape) {
              std::to_string(shape.dim) + (shape.normed ? " normed" : "") +
              (shape.per_head ? " per head" : ""),
          digest);
+}
+
+struct LatentShape {
+  int64_t heads, rank, nope, rope, value, low;
+};
+
+void latent_case(aegis::Pool& pool, const LatentShape& s) {
+  Random random(static_cast<uint64_t>(700 + s.rank + s.heads));
+  constexpr int64_t hidden = 192, context = 300;
+  const int64_t queries = s.heads * (s.nope + s.rope), key = s.rank + s.rope;
+  const std::vector<float> norm = numbers(random, hidden), kv_norm = numbers(random, s.rank);
+  const std::vector<float> q_norm = numbers(random, s.low ? s.low : 1);
+  const Weight q(random, s.low ? s.low : queries, hidden, Kind::affine4, DType::bf16);
+  const Weight q_b(random, queries, s.low ? s.low : 64, Kind::affine8, DType::bf16);
+  const Weight kv(random, key, hidden, Kind::affine4, DType::bf16);
+  const Weight embed(random, s.heads * s.rank, s.nope, Kind::affine4, DType::bf16);
+  const Weight unembed(random, s.heads * s.value, s.rank, Kind::affine3, DType::f16);
+  const Weight o(random, hidden, s.heads * s.value, Kind::affine4, DType::bf16);
+  aegis::LatentBlock::Spec spec{hidden, s.heads, s.rank, s.nope, s.rope, s.value,
+                                context, context, 1e-5f, 1e-6f, numbers(random, s.rope / 2), 0.1f,
+                                1.2f, norm.data(), q.desc, s.low ? q_norm.data() : nullptr,
+                                q_b.desc, kv.desc, kv_norm.data(), embed.desc, unembed.desc,
+                                o.desc};
+  std::vector<float> x = numbers(random, context * hidden), scratch(2 << 20);
+  std::vector<float> cache(static_cast<size_t>((key + s.rank) * 304), -1e30f);
+  const aegis::LatentBlock block(pool, spec, aegis::Scratch(scratch.data(), int64_t{4} << 21));
+  const aegis::KVView view{cache.data(), cache.data() + key * 304, 304, 1, key, s.rank};
+  {
+    const Foreign environment;
+    int64_t start = 0;
+    for (int64_t tokens : {1, 7, 150, 97, 1, 1, 15}) {
+      block.run(x.data() + start * hidden, tokens, view, start);
+      start += tokens;
+    }
+  }
+  Digest digest;
+  digest.add(x.data(), context * hidden);
+  report("latent attention " + std::to_string(s.heads) + " " + std::to_string(s.rank), digest);
 }
 
 struct Choice {
@@ -174,6 +212,8 @@ void attention_cases(aegis::Pool& pool) {
        {AttentionShape{4, 4, 16}, {6, 2, 32}, {8, 1, 64}, {2, 1, 128}, {1, 1, 256},
         {4, 4, 16, true}, {6, 2, 32, true, true}, {2, 1, 128, true, true}})
     attention_case(pool, shape);
+  for (LatentShape shape : {LatentShape{4, 64, 64, 32, 32, 128}, {9, 192, 64, 16, 64, 0}})
+    latent_case(pool, shape);
 }
 
 void mlp_cases(aegis::Pool& pool) {

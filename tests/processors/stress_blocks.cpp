@@ -5,9 +5,9 @@
 #include <cstdio>
 #include <vector>
 
-#include "attention_blocks.h"
 #include "experts.h"
 #include "kernel_table.h"
+#include "latent_block.h"
 
 namespace aegis {
 
@@ -71,18 +71,19 @@ float touch_cache(const AttentionUnit& unit) {
   for (int64_t p = 0; p < positions; ++p)
     for (int64_t d = 0; d < unit.dim; ++d)
       sum += unit.keys[(p / kKeyLanes * unit.dim + d) * kKeyLanes + p % kKeyLanes];
-  return sum + touch(unit.values, positions * unit.dim);
+  return sum + touch(unit.values, positions * unit.value_dim);
 }
 void attend(const AttentionUnit& unit) {
   const float seen = touch_cache(unit);
   for (int row = 0; row < unit.rows; ++row)
-    fill(unit.out + row * unit.ld_out, unit.heads * unit.dim,
-         seen + touch(unit.q + row * unit.ld_q, unit.heads * unit.dim));
+    for (int head = 0; head < unit.heads; ++head)
+      fill(unit.out + row * unit.ld_out + head * unit.out_step, unit.value_dim,
+           seen + touch(unit.q + row * unit.ld_q + head * unit.dim, unit.dim));
 }
 void attend_block(const AttentionUnit& unit, int64_t, float* partials, int64_t ld_partial) {
   const float seen = touch_cache(unit) + touch(unit.q, unit.heads * unit.dim);
   for (int head = 0; head < unit.heads; ++head)
-    fill(partials + head * ld_partial, unit.dim + kPartialHead, seen);
+    fill(partials + head * ld_partial, unit.value_dim + kPartialHead, seen);
 }
 void merge_blocks(const float* partials, int64_t blocks, int64_t dim, float* out) {
   fill(out, dim, touch(partials, blocks * (dim + kPartialHead)));
@@ -181,7 +182,24 @@ void stress_attention(Pool& pool, AttentionMemory& memory) {
   spec.k = spec.v = desc(kv_heads * dim, kHidden);
   const AttentionBlock block(pool, spec, Scratch(memory.scratch.data(), int64_t{4} << 20));
   float* keys = memory.cache.data();
-  const KVView view{keys, keys + kv_heads * context * dim, context, kv_heads, dim};
+  const KVView view{keys, keys + kv_heads * context * dim, context, kv_heads, dim, dim};
+  int64_t start = 0;
+  for (int64_t tokens : {int64_t{17}, int64_t{1}, int64_t{30}, int64_t{1}}) {
+    block.run(memory.x.data(), tokens, view, start);
+    start += tokens;
+  }
+}
+
+void stress_latent(Pool& pool, AttentionMemory& memory) {
+  constexpr int64_t heads = 4, rank = 64, nope = 64, rope = 16, value = 32, low = 64, context = 64;
+  LatentBlock::Spec spec{kHidden, heads, rank, nope, rope, value, kMost, context, 1e-6f, 1e-6f,
+                         std::vector<float>(rope / 2), 0.1f, 1.0f, memory.norm.data(),
+                         desc(low, kHidden), memory.norm.data(), desc(heads * (nope + rope), low),
+                         desc(rank + rope, kHidden), memory.norm.data(), desc(heads * rank, nope),
+                         desc(heads * value, rank), desc(kHidden, heads * value)};
+  const LatentBlock block(pool, spec, Scratch(memory.scratch.data(), int64_t{4} << 20));
+  float* keys = memory.cache.data();
+  const KVView view{keys, keys + context * (rank + rope), context, 1, rank + rope, rank};
   int64_t start = 0;
   for (int64_t tokens : {int64_t{17}, int64_t{1}, int64_t{30}, int64_t{1}}) {
     block.run(memory.x.data(), tokens, view, start);
@@ -219,6 +237,7 @@ int main() {
       for (int64_t tokens : {int64_t{1}, int64_t{2}, int64_t{9}, kMost}) {
         stress_experts(pool, tokens);
         stress_attention(pool, memory);
+        stress_latent(pool, memory);
         stress_mlp(pool, memory, tokens);
         stress_router_and_head(pool, memory, tokens);
       }

@@ -5,6 +5,7 @@
 #include <optional>
 #include <vector>
 
+#include "attend.h"
 #include "kernel_table.h"
 
 namespace aegis {
@@ -47,7 +48,8 @@ class AttentionBlock {
   int64_t hidden() const { return spec_.hidden; }
   int64_t max_positions() const { return blocks_ * kPositionBlock; }
   bool fits(const KVView& cache) const {
-    return cache.kv_heads == spec_.kv_heads && cache.dim == spec_.dim;
+    return cache.kv_heads == spec_.kv_heads && cache.dim == spec_.dim &&
+           cache.value_dim == spec_.dim;
   }
   // x [tokens, hidden], contiguous, at positions start..; in place.
   void run(float* x, int64_t tokens, const KVView& cache, int64_t start) const;
@@ -59,8 +61,8 @@ class AttentionBlock {
   void norm_projections(Team& team, const Call& call) const;
   void place(Team& team, const Call& call) const;
   void place_head(const Call& call, int64_t row, int64_t head) const;
-  void attend_rows(Team& team, const Call& call) const;
   void attend_one(Team& team, const Call& call) const;
+  Attended attended() const;
   void sum_rows(Team& team, const Call& call) const;
   void finish(Team& team, const Call& call) const;
   int64_t group() const { return spec_.heads / spec_.kv_heads; }
