@@ -26,6 +26,9 @@ Layout = Literal["il16", "row"]
 Numbers = Literal["f32", "bf16", "f16"]
 """What activations are computed in."""
 
+Scoring = Literal["softmax", "sigmoid"]
+"""What a router makes of logits."""
+
 QKNorm = Literal["none", "head", "all"]
 """RMS norm of queries and keys ahead of the rotation: of each head, or of all heads together."""
 
@@ -128,14 +131,79 @@ class DeltaSpec:
 
 
 @dataclass(frozen=True)
+class LatentSizes:
+    """Sizes of multi-head latent attention, in Hugging Face's names."""
+
+    q_lora_rank: int
+    """0: queries are projected at once."""
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    @property
+    def key_dim(self) -> int:
+        """What a position keeps for all heads: its latent, then its rotated key."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def query_dim(self) -> int:
+        """Of a head before its first part is mapped to the latents."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True)
+class LatentAttentionSpec:
+    """Softmax attention whose heads share one key per position and attend to its latent.
+
+    A head's query is mapped to the latents' space, and what it attended to back, so that keys and
+    values of the heads are never made. Rotary positions turn pairs of neighbouring channels.
+    """
+
+    hidden_size: int
+    num_attention_heads: int
+    sizes: LatentSizes
+    rms_norm_eps: float
+    inv_freq: tuple[float, ...]
+    """Rotary frequencies, float32-representable, length qk_rope_head_dim / 2."""
+    scale: float
+    """What scores are multiplied by."""
+    rotary_scale: float = 1.0
+    """What rotated channels of queries and keys are multiplied by."""
+    lora_norm_eps: float = 1e-6
+    """Of the norms between two projections."""
+
+
+@dataclass(frozen=True)
 class RouterSpec:
-    """Softmax router over E experts behind a post-attention RMS norm."""
+    """Router over E experts behind a post-attention RMS norm.
+
+    ``softmax``: the largest probabilities are chosen. ``sigmoid``: the largest of each logit's
+    sigmoid plus the expert's correction, in those ``topk_group`` of ``n_group`` equal groups whose
+    two best sum to most; what is mixed are the sigmoids alone.
+    """
 
     hidden_size: int
     num_experts: int
     num_experts_per_tok: int
     norm_topk_prob: bool
     rms_norm_eps: float
+    scoring: Scoring = "softmax"
+    n_group: int = 1
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.0
+    """What mixing weights are multiplied by, after they are normalised."""
+
+
+@dataclass(frozen=True)
+class MlpSpec:
+    """SwiGLU for all rows behind a post-attention RMS norm."""
+
+    hidden_size: int
+    intermediate_size: int
+    rms_norm_eps: float
+    residual_multiplier: float = 1.0
+    """What the block's output is multiplied by before it joins the residual stream."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +242,8 @@ class KVSpec:
     context: int
     number_nbytes: int = 4
     """Bytes of an activation, for backends that keep keys and values as they come."""
+    latent_dim: int = 0
+    """Above 0: values are the first so many channels of the only head's keys."""
 
 
 @dataclass(frozen=True)
@@ -208,6 +278,10 @@ class WorkspaceSpec:
     delta: DeltaSpec | None = None
     """Of the layers that have one."""
     num_delta_layers: int = 0
+    intermediate_size: int = 0
+    """Of layers without experts; 0: there are none."""
+    latent: LatentSizes | None = None
+    """Of latent attention; there is then one head of keys, of its ``key_dim``."""
 
 
 class Routing:
@@ -271,6 +345,14 @@ class DeltaBlock(AttentionBlock, Protocol):
     empty, whatever it held. Where calls queue, it may also be one token further, computed by the
     latest call.
     """
+
+
+class MlpBlock(Protocol):
+    """x + m * mlp(rms_norm(x)), m the residual multiplier, in a layer without experts."""
+
+    def __call__(self, x: Array) -> Array:
+        """x: [T, H] after attention. Returns the new residual stream; x's memory may be reused.
+        Never waits where the backend queues."""
 
 
 class RouterBlock(Protocol):
@@ -475,6 +557,13 @@ class Backend(Protocol):
         convolution's taps [conv_kernel_dim * conv_dim], oldest first; A_log and dt_bias
         [num_value_heads]; out_norm [value_head_dim]."""
 
+    def latent_attention(
+        self, spec: LatentAttentionSpec, weights: Mapping[str, Weight]
+    ) -> AttentionBlock:
+        """weights: norm [H]; q_proj, or q_a_proj, q_a_norm and q_b_proj; kv_a_proj, kv_a_norm,
+        o_proj; embed_q (heads * kv_lora_rank, qk_nope_head_dim) and unembed_out (heads *
+        v_head_dim, kv_lora_rank), head by head."""
+
     def router(
         self,
         spec: RouterSpec,
@@ -482,7 +571,11 @@ class Backend(Protocol):
         next_spec: RouterSpec | None,
         next_weights: Mapping[str, Weight] | None,
     ) -> RouterBlock:
-        """weights: norm [H], gate (E, H). next_*: the following MoE layer's, for the guess."""
+        """weights: norm [H], gate (E, H), with sigmoid scores optional correction [E]. next_*: the
+        following MoE layer's, for the guess."""
+
+    def mlp(self, spec: MlpSpec, weights: Mapping[str, Weight]) -> MlpBlock:
+        """weights: norm [H], gate_proj and up_proj (I, H), down_proj (H, I)."""
 
     def experts(self, spec: ExpertsSpec, weights: Mapping[str, Weight]) -> ExpertsBlock:
         """weights: optional shared expert: gate_proj, up_proj, down_proj, shared_expert_gate

@@ -52,11 +52,17 @@ class Choices:
     linear_value_head_dim: int = 32
     linear_conv_kernel_dim: int = 4
     full_attention_interval: int = 2
+    dense_layers: tuple[int, ...] = ()
+    """Layers without experts; where only the first can be, as many of those."""
+    n_group: int = 1
+    topk_group: int = 1
     vocab_size: int = 512
     """At least 512, the size of the tokenizer that is written too."""
     tie_word_embeddings: bool = False
     norm_topk_prob: bool = False
     qkv_bias: bool = True
+    qk_norm: bool = False
+    """Where the family leaves it open."""
     bits: tuple[int, ...] = (4,)
     """The default width, then others that modules draw from."""
     group_size: int = 64
@@ -152,11 +158,12 @@ class _Builder:
             source = entry.source or entry.name
             name = source if source.startswith("lm_head") else f"model.{source}"
             if len(entry.shape) == 2:
-                rows = entry.source_rows or entry.shape[0]
-                self._resident(entry.name, name, (rows, entry.shape[1]))
+                stack, cols = max(entry.stack, 1), entry.shape[1]
+                rows = entry.source_rows or entry.shape[0] // stack
+                self._resident(entry.name, name, (rows, cols), entry.stack)
             elif entry.taps:
                 self._convolution(f"{name}.weight", entry.shape[0] // entry.taps, entry.taps)
-            elif name.endswith((".bias", ".dt_bias")):
+            elif name.endswith(("_bias", ".bias")):
                 self._vector(name, entry.shape[0], 0.0)
             elif name.endswith(".A_log"):
                 self._vector(name, entry.shape[0], -2.0)
@@ -165,10 +172,11 @@ class _Builder:
         for layer in wanted.experts.layers:
             self._experts(wanted.experts, layer)
 
-    def _resident(self, kind: str, name: str, shape: tuple[int, int]) -> None:
+    def _resident(self, kind: str, name: str, shape: tuple[int, int], stack: int) -> None:
         gate = kind.endswith(".mlp.gate")
         gain = 3.0 if gate else {"embed_tokens": 8.0, "lm_head": 2.0}.get(kind, 1.0)
-        self._linear(name, shape, gain, dense=gate and self._choices.dense_router)
+        bits = 0 if gate and self._choices.dense_router else self._draw_bits(name)
+        self._add(name, self._weight(name, shape, bits, bits, gain, stack), bits)
 
     def _experts(self, names: ExpertNames, layer: int) -> None:
         c = self._choices
@@ -203,12 +211,6 @@ class _Builder:
 
     def _draw_bits(self, name: str) -> int:
         return int(self._rng(name + ".bits").choice(self._choices.bits))
-
-    def _linear(
-        self, name: str, shape: tuple[int, int], gain: float = 1.0, dense: bool = False
-    ) -> None:
-        bits = 0 if dense else self._draw_bits(name)
-        self._add(name, self._weight(name, shape, bits, bits, gain), bits)
 
     def _add(self, name: str, parts: Mapping[str, Tensor], bits: int) -> None:
         for suffix, tensor in parts.items():
@@ -298,16 +300,19 @@ def checkpoint_choices(draw: st.DrawFn, /, **fixed: Any) -> Choices:
     head_dim = draw(st.sampled_from([32, 64]))
     heads = kv_heads * draw(st.sampled_from([2, 4] if head_dim == 32 else [1, 2, 3]))
     experts = draw(st.integers(2, 12))
+    layers = draw(st.integers(1, 3))
+    groups = draw(st.sampled_from([n for n in (1, 2, 3) if experts % n == 0 and experts >= 2 * n]))
+    kept = draw(st.integers(1, groups))
     key_heads, value_dim = draw(st.integers(1, 2)), draw(st.sampled_from([16, 32, 64]))
     choices = Choices(
         model_type=draw(st.sampled_from(sorted(FAMILIES))),
         hidden_size=64 * draw(st.integers(1, 3)),
-        num_hidden_layers=draw(st.integers(1, 3)),
+        num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         num_experts=experts,
-        num_experts_per_tok=draw(st.integers(1, min(experts, 8))),
+        num_experts_per_tok=draw(st.integers(1, min(experts * kept // groups, 8))),
         moe_intermediate_size=64 * draw(st.integers(1, 2)),
         shared_expert_intermediate_size=64 * draw(st.integers(0, 2)),
         linear_num_key_heads=key_heads,
@@ -316,10 +321,14 @@ def checkpoint_choices(draw: st.DrawFn, /, **fixed: Any) -> Choices:
         linear_value_head_dim=value_dim,
         linear_conv_kernel_dim=draw(st.sampled_from([1, 2, 4])),
         full_attention_interval=draw(st.integers(1, 4)),
+        dense_layers=tuple(draw(st.sets(st.integers(0, layers - 1), max_size=layers - 1))),
+        n_group=groups,
+        topk_group=kept,
         vocab_size=draw(st.sampled_from([512, 519, 528])),
         tie_word_embeddings=draw(st.booleans()),
         norm_topk_prob=draw(st.booleans()),
         qkv_bias=draw(st.booleans()),
+        qk_norm=draw(st.booleans()),
         bits=draw(st.permutations([3, 4, 8]).flatmap(_prefixes)),
         dense_router=draw(st.booleans()),
         separate_experts=draw(st.booleans()),

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from aegis import Engine
+from aegis.models.base import MoeBlocks
 
 WARM_UP = 64
 
@@ -46,8 +47,13 @@ def instrument(engine: Engine, seconds: dict[str, float]) -> None:
         replace(
             layer,
             attention=Timed(layer.attention, "attention", seconds),
-            router=Timed(layer.router, "router", seconds),
-            experts=Timed(layer.experts, "experts", seconds),
+            mlp=replace(
+                layer.mlp,
+                router=Timed(layer.mlp.router, "router", seconds),
+                experts=Timed(layer.mlp.experts, "experts", seconds),
+            )
+            if isinstance(layer.mlp, MoeBlocks)
+            else Timed(layer.mlp, "mlp", seconds),
         )
         for layer in decoder.layers
     ]
@@ -91,7 +97,8 @@ def report(
     seconds: dict[str, float], waited: float, total: float, tokens: int, untimed: float
 ) -> None:
     """Milliseconds per token and shares."""
-    kernels = sum(seconds[name] for name in ("attention", "router", "experts", "head", "embedding"))
+    blocks = ("attention", "mlp", "router", "experts", "head", "embedding")
+    kernels = sum(seconds[name] for name in blocks)
     rows = [*sorted(seconds.items(), key=lambda row: -row[1]), ("waiting", waited)]
     rows.append(("other Python", total - sum(value for _, value in rows)))
     for name, value in rows:

@@ -53,6 +53,18 @@ _RANGES = {
     "linear_value_head_dim": (1, 1 << 14),
     "linear_conv_kernel_dim": (1, 1 << 10),
     "full_attention_interval": (1, 1 << 10),
+    "q_lora_rank": (0, 1 << 20),
+    "kv_lora_rank": (1, 1 << 20),
+    "qk_nope_head_dim": (1, 1 << 14),
+    "qk_rope_head_dim": (1, 1 << 14),
+    "v_head_dim": (1, 1 << 14),
+    "original_max_position_embeddings": (1, (1 << 31) - 1),
+    "decoder_sparse_step": (1, 1 << 10),
+    "first_k_dense_replace": (0, 1 << 10),
+    "n_group": (1, 1 << 14),
+    "topk_group": (1, 1 << 14),
+    "n_shared_experts": (0, 1 << 10),
+    "num_nextn_predict_layers": (0, 1 << 10),
     "vocab_size": (1, 1 << 24),
     "max_position_embeddings": (1, (1 << 31) - 1),
 }
@@ -62,11 +74,18 @@ _MULTIPLIER = (1e-9, 1e9)
 _FLOAT_RANGES = {
     "rms_norm_eps": (0.0, 1.0),
     "rope_theta": (1.0, 1e30),
-    "partial_rotary_factor": (1e-9, 1.0),
     "embedding_multiplier": _MULTIPLIER,
     "attention_multiplier": _MULTIPLIER,
     "residual_multiplier": _MULTIPLIER,
     "logits_scaling": _MULTIPLIER,
+    "routed_scaling_factor": _MULTIPLIER,
+    "partial_rotary_factor": (1e-9, 1.0),
+    "factor": (1e-9, 1e9),
+    "beta_fast": (1e-9, 1e9),
+    "beta_slow": (1e-9, 1e9),
+    "mscale": (0.0, 1e9),
+    "mscale_all_dim": (0.0, 1e9),
+    "attention_factor": (1e-9, 1e9),
 }
 _ANY_INT = (-(1 << 63), (1 << 63) - 1)
 _ANY_FLOAT = (-1.7976931348623157e308, 1.7976931348623157e308)

@@ -19,6 +19,8 @@ class ResidentName:
     shape: tuple[int, ...]
     source: str = ""
     optional: bool = False
+    stack: int = 0
+    """Above 0: the checkpoint has so many matrices in one tensor, whose rows are these."""
     rows: tuple[tuple[int, int], ...] = ()
     """Which rows of the source it is, from and to, in its order; empty: all of them."""
     source_rows: int = 0

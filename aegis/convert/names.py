@@ -169,7 +169,8 @@ class _Finder:
             inner = (1, entry.taps) if self.is_published(entry) else (entry.taps, 1)
             convolution = self.weight(source, (channels, *inner))
             return replace(convolution, shape=entry.shape, taps=entry.taps)
-        return self.weight(source, entry.shape)
+        rows = entry.shape[0] // (entry.stack or 1)
+        return self.weight(source, (rows, *entry.shape[1:]), entry.stack)
 
     def weight(self, source: str, shape: tuple[int, ...], stack: int = 0) -> SourceWeight:
         """A vector or matrix; ``stack`` > 0: that many matrices in one tensor."""

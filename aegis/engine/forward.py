@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 import numpy as np
 
 from aegis.engine.embedding import DiskEmbedding
+from aegis.models.base import MoeBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
         QueuedLayer,
         Routing,
     )
-    from aegis.models.base import Decoder, DecoderLayer
+    from aegis.models.base import Decoder
     from aegis.tiers.facade import ExpertTiers
 
 
@@ -53,12 +54,12 @@ class Forward:
     ) -> None:
         """watch: called before every layer, while no slot is pinned. queue: the backend's."""
         self._decoder, self._tiers, self._embed, self._watch = decoder, tiers, embed, watch
-        self._queue = queue
+        self._queue, self._num_moe_layers = queue, len(decoder.moe)
         self._queued: list[QueuedLayer] = []
-        """Every layer as one call, where the backend queues."""
+        """Every MoE layer as one call, where the backend queues."""
         if queue is not None:
-            layers = decoder.layers
-            self._queued = [queue.layer(la.attention, la.router, la.experts) for la in layers]
+            moe = [(la.attention, la.mlp) for la in decoder.layers if isinstance(la.mlp, MoeBlocks)]
+            self._queued = [queue.layer(first, mlp.router, mlp.experts) for first, mlp in moe]
         self._tables: dict[int, tuple[NDArray[np.int32], Array]] = {}
         """MoE layer to its table, on the host and as the backend wants it."""
         self._unseen: list[list[tuple[int, Routing]]] = []
@@ -70,16 +71,18 @@ class Forward:
         x = self._embed(np.array([token], np.int32))
         unseen: list[tuple[int, Routing]] = []
         candidates = self._tiers.candidates
-        for number, layer in enumerate(self._decoder.layers):
+        for layer in self._decoder.layers:
             self._watch()
-            table = self._table(layer.moe_index)
-            if table is None:
+            mlp = layer.mlp
+            if not isinstance(mlp, MoeBlocks):
+                x = mlp(layer.attention(x, layer.cache, position))
+            elif (table := self._table(mlp.index)) is None:
                 self.count()
                 x = layer.attention(x, layer.cache, position)
-                x = self._decode_experts(layer, x, layer.router(x, candidates))
+                x = self._decode_experts(mlp, x, mlp.router(x, candidates))
             else:
-                x, routing = self._queued[number](x, layer.cache, position, table)
-                unseen.append((layer.moe_index, routing))
+                x, routing = self._queued[mlp.index](x, layer.cache, position, table)
+                unseen.append((mlp.index, routing))
         if unseen:
             self._start(x, unseen)
         return x
@@ -96,19 +99,23 @@ class Forward:
 
         None where a layer would have to wait for its routing. Nothing waits.
         """
-        queue, layers = self._queue, self._decoder.layers
+        queue = self._queue
         if queue is None or isinstance(self._embed, DiskEmbedding):
             return None
         self._watch()
-        tables = [self._table(layer.moe_index) for layer in layers]
+        tables = [self._table(index) for index in range(self._num_moe_layers)]
         if any(table is None for table in tables):
             return None
         self.count(least=_COUNTED_TOGETHER, all_but=1)
         x = self._embed(best)
         unseen: list[tuple[int, Routing]] = []
-        for queued, layer, table in zip(self._queued, layers, tables, strict=True):
-            x, routing = queued(x, layer.cache, position, table)
-            unseen.append((layer.moe_index, routing))
+        for layer in self._decoder.layers:
+            mlp = layer.mlp
+            if not isinstance(mlp, MoeBlocks):
+                x = mlp(layer.attention(x, layer.cache, position))
+                continue
+            x, routing = self._queued[mlp.index](x, layer.cache, position, tables[mlp.index])
+            unseen.append((mlp.index, routing))
         following = cast("QueuedHeadBlock", self._decoder.head).best(x)
         self._start(following, unseen)
         return x, following
@@ -133,7 +140,7 @@ class Forward:
         table, following = self._tiers.table(index), index + 1
         if table is None:
             return None
-        guessed = self._tiers.guesses and following < len(self._decoder.layers)
+        guessed = self._tiers.guesses and following < self._num_moe_layers
         if guessed and self._tiers.table(following) is None:
             return None
         known = self._tables.get(index)
@@ -171,29 +178,29 @@ class Forward:
         self._queued.clear()
         del self._decoder, self._embed
 
-    def _decode_experts(self, layer: DecoderLayer, x: Array, routing: Routing) -> Array:
+    def _decode_experts(self, moe: MoeBlocks, x: Array, routing: Routing) -> Array:
         """Misses are being read while the guess goes out and the first experts are computed."""
-        tiers, index = self._tiers, layer.moe_index
+        tiers, index = self._tiers, moe.index
         begun = self._queue is not None
         if begun:
             # The device computes the shared expert while the host looks at the routing.
-            layer.experts.begin(x, routing)
+            moe.experts.begin(x, routing)
         acquired = tiers.acquire(index, routing.experts[0])
         try:
-            if index + 1 < len(self._decoder.layers):
+            if index + 1 < self._num_moe_layers:
                 tiers.guess(index + 1, routing.guess)
             if begun:
                 tiers.fill(index)
             experts, slots = acquired.ready()
             if not begun:
                 if acquired.complete:
-                    return layer.experts(x, routing, experts, slots)
-                layer.experts.begin(x, routing)
+                    return moe.experts(x, routing, experts, slots)
+                moe.experts.begin(x, routing)
             while True:
                 if len(experts):
-                    layer.experts.add(experts, slots)
+                    moe.experts.add(experts, slots)
                 if acquired.complete:
-                    return layer.experts.finish()
+                    return moe.experts.finish()
                 experts, slots = acquired.wait()
         finally:
             acquired.release()
@@ -208,16 +215,22 @@ class Forward:
         candidates = self._tiers.candidates
         for layer in self._decoder.layers:
             self._watch()
-            x = layer.attention(x, layer.cache, start)
-            routing = layer.router(x, candidates)
-            if self._queue is not None:
-                layer.experts.begin(x, routing)
-            experts, rows = np.unique(routing.experts, return_counts=True)
-            guess = np.sort(routing.guess) if len(routing.guess) else None
-            batches = self._tiers.prefill_layer(layer.moe_index, experts, guess, rows.tolist())
-            if self._queue is None:
-                layer.experts.begin(x, routing)
-            for batch, slots in batches:
-                layer.experts.add(batch, slots)
-            x = layer.experts.finish()
+            x, mlp = layer.attention(x, layer.cache, start), layer.mlp
+            if isinstance(mlp, MoeBlocks):
+                x = self._prefill_experts(mlp, x, mlp.router(x, candidates))
+            else:
+                x = mlp(x)
         return x
+
+    def _prefill_experts(self, moe: MoeBlocks, x: Array, routing: Routing) -> Array:
+        """A chunk's experts in ascending order, as they come."""
+        if self._queue is not None:
+            moe.experts.begin(x, routing)
+        experts, rows = np.unique(routing.experts, return_counts=True)
+        guess = np.sort(routing.guess) if len(routing.guess) else None
+        batches = self._tiers.prefill_layer(moe.index, experts, guess, rows.tolist())
+        if self._queue is None:
+            moe.experts.begin(x, routing)
+        for batch, slots in batches:
+            moe.experts.add(batch, slots)
+        return moe.experts.finish()

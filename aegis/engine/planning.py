@@ -94,6 +94,8 @@ class Request:
             num_resident_groups=_num_resident_groups(self.layout),
             number_nbytes=NUMBER_NBYTES[self.numbers],
             num_layers=shape.num_attention_layers,
+            intermediate_size=shape.intermediate_size,
+            latent=shape.latent,
             output_gate=shape.output_gate,
             delta=shape.delta,
             num_delta_layers=len(shape.delta_layers),

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from aegis.checkpoint.layout import StoreLayout
     from aegis.models.base import Family
 
-_SHARED = {"base", "decoder", "delta", "layers"}
+_SHARED = {"base", "decoder", "delta", "latent", "layers", "rotary"}
 
 
 def supported() -> list[str]:

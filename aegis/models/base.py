@@ -18,7 +18,9 @@ if TYPE_CHECKING:
         HeadBlock,
         KVCache,
         KVSpec,
+        LatentSizes,
         Layout,
+        MlpBlock,
         RouterBlock,
         Segment,
         Weight,
@@ -42,6 +44,10 @@ class ModelShape:
     head_dim: int
     max_position_embeddings: int
     tie_word_embeddings: bool
+    intermediate_size: int = 0
+    """Of layers without experts; 0: there are none."""
+    latent: LatentSizes | None = None
+    """Of latent attention; there is then one head of keys, of its ``key_dim``."""
     output_gate: bool = False
     """Queries bring gates for what attention gives."""
     delta: DeltaSpec | None = None
@@ -57,19 +63,28 @@ class ModelShape:
         """The key/value cache of a layer with attention."""
         from aegis.kernels.base import KVSpec
 
-        return KVSpec(self.num_key_value_heads, self.head_dim, context)
+        latent = self.latent.kv_lora_rank if self.latent else 0
+        return KVSpec(self.num_key_value_heads, self.head_dim, context, latent_dim=latent)
+
+
+@dataclass(frozen=True)
+class MoeBlocks:
+    """Routed experts behind a layer's attention."""
+
+    router: RouterBlock
+    experts: ExpertsBlock
+    index: int
+    """Among the MoE layers, not among all: the first part of an expert key."""
 
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """One layer: attention over its cache, or what takes its place, then routed experts."""
+    """One layer: attention over its cache, or what takes its place; then routed experts or one
+    MLP."""
 
     attention: AttentionBlock
     cache: KVCache
-    router: RouterBlock
-    experts: ExpertsBlock
-    moe_index: int
-    """Index among the MoE layers: the first part of an expert key."""
+    mlp: MoeBlocks | MlpBlock
 
 
 @dataclass(frozen=True)
@@ -79,6 +94,11 @@ class Decoder:
     embedding: EmbeddingBlock
     layers: Sequence[DecoderLayer]
     head: HeadBlock
+
+    @property
+    def moe(self) -> list[MoeBlocks]:
+        """The routed experts, by their index."""
+        return [layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeBlocks)]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The decoder that many families are: softmax attention and a softmax router in every layer.
+"""The decoder that many families are: softmax attention, then routed experts or one MLP.
 
 A family file describes what sets it apart as a ``Description``; names, shapes and blocks follow
 from that.
@@ -11,20 +11,45 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from aegis.checkpoint.tensor_map import ExpertNames, QuantizeRules, ResidentName, TensorMap
-from aegis.kernels.base import AttentionSpec, ExpertsSpec, HeadSpec, QKNorm, RouterSpec
-from aegis.models.base import Decoder, DecoderLayer, ModelShape, Parts
+from aegis.errors import CheckpointError
+from aegis.kernels.base import (
+    AttentionSpec,
+    ExpertsSpec,
+    HeadSpec,
+    MlpSpec,
+    QKNorm,
+    RouterSpec,
+    Scoring,
+)
+from aegis.models.base import Decoder, DecoderLayer, ModelShape, MoeBlocks, Parts
 from aegis.models.delta import delta_names, delta_weights
+from aegis.models.latent import BY_HEAD, latent_shapes, latent_weights
 from aegis.models.layers import (
     attention_weights,
+    mlp_weights,
+    moe_layers,
     refuse_inconsistent,
-    rotary_frequencies,
     router_weights,
     shared_expert_weights,
 )
+from aegis.models.rotary import rotary_frequencies
 
 if TYPE_CHECKING:
     from aegis.checkpoint.config import ModelConfig
-    from aegis.kernels.base import AttentionBlock
+    from aegis.kernels.base import AttentionBlock, LatentAttentionSpec, LatentSizes
+
+
+SIGMOID_ROUTER = frozenset(
+    {
+        "scoring_func",
+        "topk_method",
+        "n_group",
+        "topk_group",
+        "norm_topk_prob",
+        "routed_scaling_factor",
+    }
+)
+"""Keys that ``with_sigmoid_router`` reads, and the one for its weights."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +57,7 @@ class MoeNames:
     """What a layer calls its router and experts; see ``ExpertNames`` for the last three."""
 
     gate: str = "mlp.gate"
+    shared: str = "mlp.shared_expert"
     stacked: str = "mlp.switch_mlp.{part}"
     separate: str = "mlp.experts.{expert}.{part}"
     separate_parts: Mapping[str, str] = field(default_factory=dict)
@@ -44,8 +70,19 @@ class Description:
 
     shape: ModelShape
     rms_norm_eps: float
-    rope_theta: float
     norm_topk_prob: bool
+    rope_theta: float = 10000.0
+    latent: LatentAttentionSpec | None = None
+    """In place of all that is said here of attention."""
+    scoring: Scoring = "softmax"
+    """Sigmoid scores have corrections in the checkpoint."""
+    n_group: int = 1
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.0
+    shared_expert_gate: bool = True
+    """Whether a shared expert, where there is one, has a gate."""
+    rotary_dim: int | None = None
+    """Channels of a head that are rotated; None: all."""
     qkv_bias: bool = False
     qk_norm: QKNorm = "none"
     attention_scale: float | None = None
@@ -54,19 +91,20 @@ class Description:
     logits_scaling: float = 1.0
     names: MoeNames = MoeNames()
     quantize: QuantizeRules = field(default_factory=QuantizeRules)
-    rotary_dim: int | None = None
-    """Channels of a head that positions turn; None: all."""
     fused_delta: bool = False
     """Gated DeltaNet's projections as ``delta_names`` unfuses them."""
     zero_centred: bool = False
     """Published norms are less by 1."""
     prefixes: tuple[str, ...] = TensorMap.prefixes
     ignored: tuple[str, ...] = ()
-    """Patterns of tensors that only other modalities or another decoder would need."""
+    """More of ``TensorMap.ignored``."""
 
 
 def read_shape(
-    config: ModelConfig, moe_intermediate_size: int, shared_expert_intermediate_size: int = 0
+    config: ModelConfig,
+    moe_intermediate_size: int,
+    shared_expert_intermediate_size: int = 0,
+    latent: LatentSizes | None = None,
 ) -> ModelShape:
     """Sizes for planning; families name those of experts differently.
 
@@ -74,24 +112,65 @@ def read_shape(
         CheckpointError: a size is missing, mistyped or contradicts another.
     """
     heads, hidden = config.int("num_attention_heads"), config.int("hidden_size")
-    layers = config.int("num_hidden_layers")
+    layers, sparse = config.int("num_hidden_layers"), moe_layers(config)
     sizes = ModelShape(
         hidden_size=hidden,
         vocab_size=config.int("vocab_size"),
         num_hidden_layers=layers,
-        moe_layers=tuple(range(layers)),
+        moe_layers=sparse,
         num_experts=config.int("num_experts"),
         num_experts_per_tok=config.int("num_experts_per_tok"),
         moe_intermediate_size=moe_intermediate_size,
         shared_expert_intermediate_size=shared_expert_intermediate_size,
         num_attention_heads=heads,
-        num_key_value_heads=config.int("num_key_value_heads", heads),
-        head_dim=config.int("head_dim", hidden // heads),
+        num_key_value_heads=1 if latent else config.int("num_key_value_heads", heads),
+        head_dim=latent.key_dim if latent else config.int("head_dim", hidden // heads),
         max_position_embeddings=config.int("max_position_embeddings"),
         tie_word_embeddings=config.bool("tie_word_embeddings", False),
+        intermediate_size=config.int("intermediate_size") if len(sparse) < layers else 0,
+        latent=latent,
     )
     refuse_inconsistent(config, sizes)
     return sizes
+
+
+def with_sigmoid_router(model: Description, config: ModelConfig) -> Description:
+    """The same with DeepSeek-V3's router, whose layers for predicting further tokens are ignored.
+
+    Raises:
+        CheckpointError: a key of it is mistyped, or contradicts another.
+    """
+    for key, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+        if config.get(key, value) != value:
+            raise config.mistyped(key, config.get(key), value)
+    layers, further = model.shape.num_hidden_layers, config.int("num_nextn_predict_layers", 0)
+    found = replace(
+        model,
+        scoring="sigmoid",
+        n_group=config.int("n_group", 1),
+        topk_group=config.int("topk_group", 1),
+        routed_scaling_factor=config.float("routed_scaling_factor", 1.0),
+        shared_expert_gate=False,
+        names=replace(model.names, shared="mlp.shared_experts"),
+        quantize=QuantizeRules(plain=("mlp.gate",), own_type=("e_score_correction_bias",)),
+        ignored=tuple(rf"layers\.{layer}\..*" for layer in range(layers, layers + further)),
+    )
+    _refuse_uneven_groups(config, found)
+    return found
+
+
+def _refuse_uneven_groups(config: ModelConfig, model: Description) -> None:
+    sizes, groups = model.shape, model.n_group
+    if groups == 1 == model.topk_group:
+        return
+    each, uneven = divmod(sizes.num_experts, groups)
+    kept = model.topk_group * each
+    if uneven or each < 2 or model.topk_group > groups or kept < sizes.num_experts_per_tok:
+        raise CheckpointError(
+            f"{config.where} sets n_group to {groups} and topk_group to {model.topk_group}, which"
+            f" does not fit {sizes.num_experts} experts, {sizes.num_experts_per_tok} of them per"
+            " token; use the config.json of this checkpoint"
+        )
 
 
 def tensor_map(model: Description) -> TensorMap:
@@ -125,40 +204,73 @@ def tensor_map(model: Description) -> TensorMap:
 
 def _layer_names(layer: int, model: Description) -> list[ResidentName]:
     """Resident tensors of one layer, in the order they are used."""
-    sizes, gate = model.shape, model.names.gate
-    hidden, shared = sizes.hidden_size, sizes.shared_expert_intermediate_size
-    shapes: dict[str, tuple[int, ...]] = {"input_layernorm": (hidden,)}
+    sizes, prefix = model.shape, f"layers.{layer}."
+    norm = (sizes.hidden_size,)
+    shapes: dict[str, tuple[int, ...]] = {"input_layernorm": norm}
     own: dict[str, ResidentName] = {}
-    if layer in sizes.delta_layers:
-        assert sizes.delta is not None
+    if sizes.delta is not None and layer in sizes.delta_layers:
         own = delta_names(sizes.delta, model.fused_delta)
         shapes |= {name: entry.shape for name, entry in own.items()}
     else:
         shapes |= _attention_shapes(model)
-    shapes["post_attention_layernorm"] = (hidden,)
-    shapes["mlp.gate"] = (sizes.num_experts, hidden)
-    if shared:
-        shapes["mlp.shared_expert.gate_proj"] = (shared, hidden)
-        shapes["mlp.shared_expert.up_proj"] = (shared, hidden)
-        shapes["mlp.shared_expert.down_proj"] = (hidden, shared)
-        shapes["mlp.shared_expert_gate"] = (1, hidden)
-    if gate != "mlp.gate":
-        own["mlp.gate"] = ResidentName("mlp.gate", shapes["mlp.gate"], gate)
-    if model.zero_centred:
-        norms = (name for name in shapes if name.endswith(_ZERO_CENTRED))
-        own |= {name: ResidentName(name, shapes[name], zero_centred=True) for name in norms}
-    prefix = f"layers.{layer}."
-    entries = (own.get(name, ResidentName(name, shape)) for name, shape in shapes.items())
+    shapes["post_attention_layernorm"] = norm
+    if layer in sizes.moe_layers:
+        shapes |= _moe_shapes(model)
+    else:
+        shapes |= _mlp_shapes("mlp", sizes.hidden_size, sizes.intermediate_size)
+    entries = (own.get(name) or _entry(name, shape, model) for name, shape in shapes.items())
     return [
         replace(entry, name=prefix + entry.name, source=entry.source and prefix + entry.source)
         for entry in entries
     ]
 
 
+def _entry(name: str, shape: tuple[int, ...], model: Description) -> ResidentName:
+    """A tensor by its name in the layer."""
+    return ResidentName(
+        name,
+        shape,
+        _source(name, model.names),
+        stack=model.shape.num_attention_heads if name in BY_HEAD else 0,
+        zero_centred=model.zero_centred and name.endswith(_ZERO_CENTRED),
+    )
+
+
+def _source(name: str, names: MoeNames) -> str:
+    """What the checkpoint calls a tensor of a layer; empty where it calls it the same."""
+    for own, theirs in (("mlp.gate", names.gate), ("mlp.shared_expert", names.shared)):
+        if own != theirs and (name == own or name.startswith(own + ".")):
+            return theirs + name.removeprefix(own)
+    return ""
+
+
 _ZERO_CENTRED = ("layernorm", ".q_norm", ".k_norm")
 
 
+def _moe_shapes(model: Description) -> dict[str, tuple[int, ...]]:
+    sizes = model.shape
+    shapes: dict[str, tuple[int, ...]] = {"mlp.gate": (sizes.num_experts, sizes.hidden_size)}
+    if model.scoring == "sigmoid":
+        shapes["mlp.gate.e_score_correction_bias"] = (sizes.num_experts,)
+    if sizes.shared_expert_intermediate_size:
+        shared = sizes.shared_expert_intermediate_size
+        shapes |= _mlp_shapes("mlp.shared_expert", sizes.hidden_size, shared)
+        if model.shared_expert_gate:
+            shapes["mlp.shared_expert_gate"] = (1, sizes.hidden_size)
+    return shapes
+
+
+def _mlp_shapes(name: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{name}.gate_proj": (inner, hidden),
+        f"{name}.up_proj": (inner, hidden),
+        f"{name}.down_proj": (hidden, inner),
+    }
+
+
 def _attention_shapes(model: Description) -> dict[str, tuple[int, ...]]:
+    if model.latent is not None:
+        return latent_shapes(model.latent)
     sizes, shapes = model.shape, dict[str, tuple[int, ...]]()
     heads = {"q": sizes.num_attention_heads}
     heads["k"] = heads["v"] = sizes.num_key_value_heads
@@ -189,37 +301,44 @@ def build(model: Description, parts: Parts) -> Decoder:
 
 
 def _layers(model: Description, parts: Parts) -> list[DecoderLayer]:
-    sizes, weights, backend = model.shape, parts.weights, parts.backend
-    router, experts = _router(model), _experts(model, parts)
+    sizes, backend, mlp = model.shape, parts.backend, _mlp(model)
     layers = []
     for layer in range(sizes.num_hidden_layers):
-        last = layer + 1 == sizes.num_hidden_layers
-        following = None if last else router_weights(weights, layer + 1)
+        sparse = layer in sizes.moe_layers
         layers.append(
             DecoderLayer(
-                attention=_mixer(model, parts, layer),
+                attention=_attention(model, parts, layer),
                 cache=parts.caches[layer],
-                router=backend.router(
-                    router, router_weights(weights, layer), None if last else router, following
-                ),
-                experts=backend.experts(experts, shared_expert_weights(weights, layer)),
-                moe_index=layer,
+                mlp=_moe(model, parts, sizes.moe_layers.index(layer))
+                if sparse
+                else backend.mlp(mlp, mlp_weights(parts.weights, layer)),
             )
         )
     return layers
 
 
-def _mixer(model: Description, parts: Parts, layer: int) -> AttentionBlock:
-    """Attention, or Gated DeltaNet."""
-    delta = model.shape.delta
-    if delta is not None and layer in model.shape.delta_layers:
-        return parts.backend.delta(delta, delta_weights(parts.weights, layer))
-    return parts.backend.attention(_attention(model), attention_weights(parts.weights, layer))
+def _moe(model: Description, parts: Parts, index: int) -> MoeBlocks:
+    """The experts of the MoE layer that has this index among them."""
+    layers, weights, backend = model.shape.moe_layers, parts.weights, parts.backend
+    layer, router = layers[index], _router(model)
+    following = router_weights(weights, layers[index + 1]) if index + 1 < len(layers) else None
+    return MoeBlocks(
+        router=backend.router(
+            router, router_weights(weights, layer), None if following is None else router, following
+        ),
+        experts=backend.experts(_experts(model, parts), shared_expert_weights(weights, layer)),
+        index=index,
+    )
 
 
-def _attention(model: Description) -> AttentionSpec:
-    sizes = model.shape
-    return AttentionSpec(
+def _attention(model: Description, parts: Parts, layer: int) -> AttentionBlock:
+    """Attention, or what takes its place in this layer."""
+    sizes, weights, backend = model.shape, parts.weights, parts.backend
+    if sizes.delta is not None and layer in sizes.delta_layers:
+        return backend.delta(sizes.delta, delta_weights(weights, layer))
+    if model.latent is not None:
+        return backend.latent_attention(model.latent, latent_weights(weights, layer))
+    spec = AttentionSpec(
         hidden_size=sizes.hidden_size,
         num_attention_heads=sizes.num_attention_heads,
         num_key_value_heads=sizes.num_key_value_heads,
@@ -231,6 +350,7 @@ def _attention(model: Description) -> AttentionSpec:
         residual_multiplier=model.residual_multiplier,
         output_gate=sizes.output_gate,
     )
+    return backend.attention(spec, attention_weights(weights, layer))
 
 
 def _router(model: Description) -> RouterSpec:
@@ -241,6 +361,20 @@ def _router(model: Description) -> RouterSpec:
         num_experts_per_tok=sizes.num_experts_per_tok,
         norm_topk_prob=model.norm_topk_prob,
         rms_norm_eps=model.rms_norm_eps,
+        scoring=model.scoring,
+        n_group=model.n_group,
+        topk_group=model.topk_group,
+        routed_scaling_factor=model.routed_scaling_factor,
+    )
+
+
+def _mlp(model: Description) -> MlpSpec:
+    sizes = model.shape
+    return MlpSpec(
+        hidden_size=sizes.hidden_size,
+        intermediate_size=sizes.intermediate_size,
+        rms_norm_eps=model.rms_norm_eps,
+        residual_multiplier=model.residual_multiplier,
     )
 
 

@@ -15,7 +15,13 @@ if TYPE_CHECKING:
     from aegis.checkpoint.config import ModelConfig
     from aegis.kernels.base import Weight
 
-HANDLED = {"linear_num_value_heads", "layer_types", "partial_rotary_factor", "attn_output_gate"}
+HANDLED = {
+    "linear_num_value_heads",
+    "layer_types",
+    "partial_rotary_factor",
+    "attn_output_gate",
+    "norm_topk_prob",
+}
 """Keys that a family with such layers implements."""
 
 _MODULE = "linear_attn."
@@ -62,25 +68,6 @@ def delta_layers(config: ModelConfig) -> tuple[int, ...]:
             f" each of the {count} layers"
         )
     return tuple(layer for layer, kind in enumerate(kinds) if kind == _LINEAR)
-
-
-def rotary_dim(config: ModelConfig, head_dim: int) -> int:
-    """Channels of a head that positions turn; where the key may stand, a quarter is usual.
-
-    Raises:
-        CheckpointError: the factor is outside of 0 to 1, or gives no pairs of channels.
-    """
-    parameters = config.section("rope_parameters")
-    holder = parameters or config
-    if holder.get("partial_rotary_factor") is None:
-        holder = config
-    factor = holder.float("partial_rotary_factor", 0.25)
-    channels = int(head_dim * factor)
-    if not 0 < channels <= head_dim or channels % 2:
-        raise holder.mistyped(
-            "partial_rotary_factor", factor, f"a share of {head_dim} channels that is even"
-        )
-    return channels
 
 
 def delta_names(spec: DeltaSpec, fused: bool) -> dict[str, ResidentName]:

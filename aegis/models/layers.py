@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping
-from decimal import Decimal, localcontext
 from typing import TYPE_CHECKING
 
 from aegis.checkpoint.plainfile import shown
@@ -15,18 +13,6 @@ if TYPE_CHECKING:
     from aegis.checkpoint.config import ModelConfig
     from aegis.kernels.base import Weight
     from aegis.models.base import ModelShape
-
-
-def rotary_frequencies(theta: float, dim: int) -> tuple[float, ...]:
-    """``theta ** (-2i / dim)`` for i < dim / 2, each rounded once to float32.
-
-    Decimal arithmetic, because pow of the C library differs between systems in the last bit.
-    """
-    with localcontext() as context:
-        context.prec = 30
-        base = Decimal(theta)
-        exact = [base ** (Decimal(-2 * i) / Decimal(dim)) for i in range(dim // 2)]
-    return tuple(struct.unpack("f", struct.pack("f", float(value)))[0] for value in exact)
 
 
 def attention_weights(weights: Mapping[str, Weight], layer: int) -> dict[str, Weight]:
@@ -41,8 +27,16 @@ def attention_weights(weights: Mapping[str, Weight], layer: int) -> dict[str, We
 
 
 def router_weights(weights: Mapping[str, Weight], layer: int) -> dict[str, Weight]:
-    """Post-attention norm and gate of a layer."""
+    """Post-attention norm and gate of a layer, and its corrections, if it has them."""
     names = {"norm": "post_attention_layernorm", "gate": "mlp.gate"}
+    names["correction"] = "mlp.gate.e_score_correction_bias"
+    return submodule(weights, f"layers.{layer}.", names)
+
+
+def mlp_weights(weights: Mapping[str, Weight], layer: int) -> dict[str, Weight]:
+    """Post-attention norm and matrices of a layer without experts."""
+    names = {f"{p}_proj": f"mlp.{p}_proj" for p in ("gate", "up", "down")}
+    names["norm"] = "post_attention_layernorm"
     return submodule(weights, f"layers.{layer}.", names)
 
 
@@ -86,6 +80,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "logit_scale": (1, None),
     "routed_scaling_factor": (1, None),
     "scoring_func": ("softmax", None),
+    "topk_method": (None,),
     "n_group": (1, None),
     "topk_group": (1, None),
     "linear_num_value_heads": (None,),
@@ -136,6 +131,43 @@ def rope_theta(config: ModelConfig, default: float = 10000.0) -> float:
     if parameters.get("rope_theta") is None:
         return config.float("rope_theta", default)
     return parameters.float("rope_theta")
+
+
+def rotary_dim(config: ModelConfig, head_dim: int, default: float) -> int:
+    """Channels of a head that are rotated, from ``partial_rotary_factor``, wherever it stands.
+
+    Raises:
+        CheckpointError: it is mistyped, or makes an odd number of channels.
+    """
+    parameters = config.section("rope_parameters")
+    inside = parameters is not None and parameters.get("partial_rotary_factor") is not None
+    where = parameters if parameters is not None and inside else config
+    factor = where.float("partial_rotary_factor", default)
+    channels = int(head_dim * factor)
+    if channels % 2 or not channels:
+        raise where.mistyped("partial_rotary_factor", factor, f"an even part of {head_dim}")
+    return channels
+
+
+def moe_layers(config: ModelConfig) -> tuple[int, ...]:
+    """Layers with routed experts: every ``decoder_sparse_step``-th behind the
+    ``first_k_dense_replace`` first, but those in ``mlp_only_layers``.
+
+    Raises:
+        CheckpointError: one of these is mistyped, or no layer is left.
+    """
+    dense = config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise config.mistyped("mlp_only_layers", dense, "a list of layer numbers")
+    step = config.int("decoder_sparse_step", 1)
+    behind = range(config.int("first_k_dense_replace", 0), config.int("num_hidden_layers"))
+    found = tuple(n for n in behind if (n + 1) % step == 0 and n not in dense)
+    if not found:
+        raise CheckpointError(
+            f"{config.where} leaves no layer with experts (see first_k_dense_replace,"
+            " mlp_only_layers, decoder_sparse_step); aegis runs mixture-of-experts models"
+        )
+    return found
 
 
 def refuse_inconsistent(config: ModelConfig, shape: ModelShape) -> None:

@@ -14,9 +14,18 @@ if TYPE_CHECKING:
     from aegis.models.base import Decoder, ModelShape, Parts
 
 
+_HANDLED = {
+    "qkv_bias",
+    "norm_topk_prob",
+    "sliding_window",
+    "mlp_only_layers",
+    "decoder_sparse_step",
+}
+
+
 def describe(config: ModelConfig) -> Description:
     """What sets the family apart."""
-    refuse_unsupported(config, handled={"qkv_bias", "norm_topk_prob", "sliding_window"})
+    refuse_unsupported(config, handled=_HANDLED)
     return Description(
         decoder.read_shape(
             config,

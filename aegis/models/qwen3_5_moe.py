@@ -9,6 +9,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from aegis.models import decoder, qwen3_next
+from aegis.models.delta import HANDLED
+from aegis.models.layers import refuse_unsupported
 
 if TYPE_CHECKING:
     from aegis.checkpoint.config import ModelConfig
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 def describe(config: ModelConfig) -> Description:
     """What sets the family apart: names, and weights of experts that always add up to 1."""
+    refuse_unsupported(config, handled=HANDLED)
     model = qwen3_next.describe(config)
     return replace(
         model,

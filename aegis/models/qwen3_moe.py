@@ -15,10 +15,13 @@ if TYPE_CHECKING:
     from aegis.models.base import Decoder, ModelShape, Parts
 
 
+# A window counts only where use_sliding_window says so, which is refused.
+_HANDLED = {"norm_topk_prob", "sliding_window", "mlp_only_layers", "decoder_sparse_step"}
+
+
 def describe(config: ModelConfig) -> Description:
     """What sets the family apart."""
-    # A window counts only where use_sliding_window says so, which is refused.
-    refuse_unsupported(config, handled={"norm_topk_prob", "sliding_window"})
+    refuse_unsupported(config, handled=_HANDLED)
     return Description(
         decoder.read_shape(config, config.int("moe_intermediate_size")),
         rms_norm_eps=config.float("rms_norm_eps"),

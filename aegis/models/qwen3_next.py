@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from aegis.checkpoint.tensor_map import QuantizeRules
 from aegis.models import decoder
 from aegis.models.decoder import Description
-from aegis.models.delta import HANDLED, delta_layers, delta_spec, rotary_dim
-from aegis.models.layers import refuse_unsupported, rope_theta
+from aegis.models.delta import HANDLED, delta_layers, delta_spec
+from aegis.models.layers import refuse_unsupported, rope_theta, rotary_dim
 
 if TYPE_CHECKING:
     from aegis.checkpoint.config import ModelConfig
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def describe(config: ModelConfig) -> Description:
     """What sets the family apart."""
-    refuse_unsupported(config, handled={"norm_topk_prob", *HANDLED})
+    refuse_unsupported(config, handled={*HANDLED, "mlp_only_layers", "decoder_sparse_step"})
     if not config.bool("attn_output_gate", True):
         raise config.mistyped("attn_output_gate", False, "true, as every such model has")
     sizes = decoder.read_shape(
@@ -39,7 +39,7 @@ def describe(config: ModelConfig) -> Description:
         norm_topk_prob=config.bool("norm_topk_prob", True),
         qk_norm="head",
         quantize=QuantizeRules(eight_bit=("mlp.gate", "mlp.shared_expert_gate")),
-        rotary_dim=rotary_dim(config, sizes.head_dim),
+        rotary_dim=rotary_dim(config, sizes.head_dim, 0.25),
         fused_delta=True,
         zero_centred=True,
         ignored=(r"mtp\..*",),

@@ -21,15 +21,27 @@ class MlxKVCache:
 
     def __init__(self, spec: KVSpec, traits: Traits) -> None:
         shape = (1, spec.num_key_value_heads, capacity(spec), spec.head_dim)
-        self.nbytes = kv_nbytes(spec)
-        self.keys, self.values = mx.zeros(shape, traits.dtype), mx.zeros(shape, traits.dtype)
-        mx.eval(self.keys, self.values)
+        self.nbytes, self._latent_dim = kv_nbytes(spec), spec.latent_dim
+        self.keys = mx.zeros(shape, traits.dtype)
+        self.values: mx.array | None = None
+        if not spec.latent_dim:
+            self.values = mx.zeros(shape, traits.dtype)
+            mx.eval(self.values)
+        mx.eval(self.keys)
 
-    def append(self, keys: mx.array, values: mx.array, start: int) -> None:
-        """Write positions start.. ."""
+    def append(self, keys: mx.array, values: mx.array | None, start: int) -> None:
+        """Write positions start.. ; values where these are not a part of keys."""
         end = start + keys.shape[2]
         self.keys[:, :, start:end] = keys
-        self.values[:, :, start:end] = values
+        if self.values is not None and values is not None:
+            self.values[:, :, start:end] = values
+
+    def until(self, end: int) -> tuple[mx.array, mx.array]:
+        """Keys and values of the positions before ``end``."""
+        keys = self.keys[:, :, :end]
+        if self.values is None:
+            return keys, keys[..., : self._latent_dim]
+        return keys, self.values[:, :, :end]
 
 
 class Positions:
@@ -86,7 +98,7 @@ class MlxAttention:
         enter = self._enter_one if x.shape[0] == 1 else self._enter
         q, k, v, *gates = enter(x, self._positions.at(start))
         kv.append(k, v, start)
-        return self._over_keys(q, kv, start), *gates
+        return over_keys(q, kv, start, self._scale, self._rows), *gates
 
     def _enter(self, x: mx.array, start: mx.array) -> tuple[mx.array, ...]:
         """x [T, H] to queries, keys and values [1, heads, T, head_dim], rotated; and gates."""
@@ -136,25 +148,6 @@ class MlxAttention:
         k = mx.fast.rms_norm(out[:, queries:values], k_norm, spec.rms_norm_eps)
         return mx.concatenate([q, k, out[:, values:]], axis=-1)
 
-    def _over_keys(self, q: mx.array, kv: MlxKVCache, start: int) -> mx.array:
-        """Queries [1, heads, T, head_dim] at positions start.. over all keys up to their own."""
-        rows = q.shape[2]
-        step = self._rows or rows
-        blocks = []
-        for first in range(0, rows, step):
-            block = q if rows <= step else q[:, :, first : first + step]
-            end = start + min(first + step, rows)
-            blocks.append(
-                mx.fast.scaled_dot_product_attention(
-                    block,
-                    kv.keys[:, :, :end],
-                    kv.values[:, :, :end],
-                    scale=self._scale,
-                    mask="causal" if block.shape[2] > 1 else None,
-                )
-            )
-        return blocks[0] if len(blocks) == 1 else mx.concatenate(blocks, axis=2)
-
     def leave(self, x: mx.array, mixed: mx.array, *gates: mx.array) -> mx.array:
         """x [T, H] plus what the heads' outputs become."""
         rows = x.shape[0]
@@ -163,6 +156,22 @@ class MlxAttention:
         out = self._o((mixed if rows == 1 else mixed.swapaxes(1, 2)).reshape(rows, -1))
         multiplier = self._spec.residual_multiplier
         return x + (out if multiplier == 1 else out * multiplier)
+
+
+def over_keys(q: mx.array, kv: MlxKVCache, start: int, scale: float, step: int | None) -> mx.array:
+    """Queries [1, heads, T, head_dim] at positions start.. over all keys up to their own, ``step``
+    of them at once (None: all)."""
+    rows = q.shape[2]
+    step = step or rows
+    blocks = []
+    for first in range(0, rows, step):
+        block = q if rows <= step else q[:, :, first : first + step]
+        keys, values = kv.until(start + min(first + step, rows))
+        mask = "causal" if block.shape[2] > 1 else None
+        blocks.append(
+            mx.fast.scaled_dot_product_attention(block, keys, values, scale=scale, mask=mask)
+        )
+    return blocks[0] if len(blocks) == 1 else mx.concatenate(blocks, axis=2)
 
 
 def _for_heads(spec: AttentionSpec, q_norm: mx.array, k_norm: mx.array) -> mx.array:

@@ -18,7 +18,9 @@ from aegis.kernels.base import (
     Format,
     HeadSpec,
     KVSpec,
+    LatentAttentionSpec,
     Layout,
+    MlpSpec,
     Numbers,
     RouterSpec,
     SlotMemory,
@@ -31,7 +33,9 @@ from aegis.kernels.mlx.delta import MlxDelta, MlxRecurrentState
 from aegis.kernels.mlx.embedding import MlxEmbedding
 from aegis.kernels.mlx.experts import MlxExperts
 from aegis.kernels.mlx.head import MlxHead
+from aegis.kernels.mlx.latent import MlxLatentAttention
 from aegis.kernels.mlx.memory import MlxMemory
+from aegis.kernels.mlx.mlp import MlxMlp
 from aegis.kernels.mlx.queue import MlxQueue
 from aegis.kernels.mlx.router import MlxRouter
 
@@ -103,6 +107,12 @@ class MlxBackend:
         """A Gated DeltaNet block."""
         return MlxDelta(self.memory, self._traits, spec, weights)
 
+    def latent_attention(
+        self, spec: LatentAttentionSpec, weights: Mapping[str, Weight]
+    ) -> MlxLatentAttention:
+        """A block of latent attention."""
+        return MlxLatentAttention(self.memory, self._traits, self._positions, spec, weights)
+
     def router(
         self,
         spec: RouterSpec,
@@ -112,6 +122,10 @@ class MlxBackend:
     ) -> MlxRouter:
         """A router block."""
         return MlxRouter(self.memory, self._traits, spec, weights, next_spec, next_weights)
+
+    def mlp(self, spec: MlpSpec, weights: Mapping[str, Weight]) -> MlxMlp:
+        """An MLP block."""
+        return MlxMlp(self.memory, self._traits, spec, weights)
 
     def experts(self, spec: ExpertsSpec, weights: Mapping[str, Weight]) -> MlxExperts:
         """An experts block over the slots."""

@@ -14,6 +14,7 @@ from aegis.kernels.mlx import device
 from aegis.kernels.mlx.attention import MlxAttention
 from aegis.kernels.mlx.delta import MlxDelta
 from aegis.kernels.mlx.experts import MlxExperts
+from aegis.kernels.mlx.latent import MlxLatentAttention
 from aegis.kernels.mlx.router import MlxRouter, MlxRouting
 
 
@@ -21,7 +22,10 @@ class MlxLayer:
     """QueuedLayer on MLX."""
 
     def __init__(
-        self, attention: MlxAttention | MlxDelta, router: MlxRouter, experts: MlxExperts
+        self,
+        attention: MlxAttention | MlxDelta | MlxLatentAttention,
+        router: MlxRouter,
+        experts: MlxExperts,
     ) -> None:
         self._attention, self._router, self._experts = attention, router, experts
         self._behind_heads = device.compiled(self._compute)

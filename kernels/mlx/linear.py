@@ -49,6 +49,46 @@ class Linear:
         return out if self._bias is None else out + self._bias
 
 
+class ByHead:
+    """Each head's rows through a matrix of its own: x [heads, T, in] to [heads, T, out]."""
+
+    def __init__(self, memory: MlxMemory, traits: Traits, weight: Weight, heads: int) -> None:
+        """weight: the heads' matrices one behind the other, (heads * out, in)."""
+        self._dtype, self._tile_rows = traits.dtype, traits.tile_rows
+        self._format, self._heads = weight.format, heads
+        whole = in_numbers(memory.arrays(weight), weight, traits)
+        self._arrays = tuple(array.reshape(heads, -1, array.shape[-1]) for array in whole)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """All products, in tiles of equal rows, for which GPUs have kernels."""
+        heads, rows, width = x.shape
+        size = 1 if rows == 1 else self._tile_rows
+        padded = mx.pad(x, [(0, 0), (0, -rows % size), (0, 0)]) if rows % size else x
+        tiles = padded.shape[1] // size
+        out = self._product(padded.reshape(heads * tiles, size, width), tiles)
+        out = out.reshape(heads, tiles * size, -1)[:, :rows]
+        return out if out.dtype == self._dtype else out.astype(self._dtype)
+
+    def _product(self, x: mx.array, tiles: int) -> mx.array:
+        """x [heads * tiles, rows, in]."""
+        if self._format.kind == "dense":
+            matrices = self._arrays[0].swapaxes(-1, -2)[:, None]
+            by_head = x.reshape(self._heads, tiles, *x.shape[1:])
+            return by_head @ matrices
+        codes, scales, biases = self._arrays
+        which = mx.arange(self._heads * tiles, dtype=mx.uint32) // tiles
+        return mx.gather_qmm(
+            x,
+            codes,
+            scales,
+            biases,
+            rhs_indices=which,
+            transpose=True,
+            group_size=self._format.group_size,
+            bits=self._format.bits,
+        )
+
+
 class SideBySide:
     """One input through several matrices, their outputs beside each other: x [T, in] to
     [T, sum of rows]. It is one product, a third of the time to queue, if formats agree."""

@@ -14,6 +14,7 @@ from aegis.kernels.mlx import device
 from aegis.kernels.mlx.attention import MlxAttention
 from aegis.kernels.mlx.delta import MlxDelta
 from aegis.kernels.mlx.experts import MlxExperts
+from aegis.kernels.mlx.latent import MlxLatentAttention
 from aegis.kernels.mlx.layer import MlxLayer
 from aegis.kernels.mlx.router import MlxRouter, MlxRouting
 
@@ -42,7 +43,7 @@ class MlxQueue:
     ) -> MlxLayer:
         """See Queue."""
         return MlxLayer(
-            cast(MlxAttention | MlxDelta, attention),
+            cast(MlxAttention | MlxDelta | MlxLatentAttention, attention),
             cast(MlxRouter, router),
             cast(MlxExperts, experts),
         )

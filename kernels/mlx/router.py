@@ -107,7 +107,7 @@ class MlxRouter:
             normed, weights, chosen = self.route(x)
             guessed = None
             if candidates and following is not None:
-                guessed = following.best(following.score(x)[1], spec.num_experts_per_tok)
+                guessed = following.guess(x, spec.num_experts_per_tok)
             routing = MlxRouting(chosen, guessed, spec)
         routing.normed, routing.weights = normed, weights
         return routing
@@ -115,15 +115,28 @@ class MlxRouter:
     def route(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """Normed rows [T, H], mixing weights [T, K] and the ids they belong to."""
         spec, scorer = self.spec, self._scorer
-        normed, scores = scorer.score(x)
-        chosen = scorer.best(scores, spec.num_experts_per_tok)
+        normed, logits = scorer.score(x)
+        chosen = scorer.best(logits, spec.num_experts_per_tok)
+        if spec.scoring == "sigmoid":
+            return normed, self._sigmoids(logits, chosen).astype(normed.dtype), chosen
         if not spec.norm_topk_prob:
-            scores = mx.softmax(scores, axis=-1, precise=True)
-        weights = mx.take_along_axis(scores, chosen, axis=-1)
+            logits = mx.softmax(logits, axis=-1, precise=True)
+        weights = mx.take_along_axis(logits, chosen, axis=-1)
         if spec.norm_topk_prob:
             # The same as normalising the chosen of all probabilities.
             weights = mx.softmax(weights, axis=-1, precise=True)
+        if spec.routed_scaling_factor != 1:
+            weights = weights * spec.routed_scaling_factor
         return normed, weights, chosen
+
+    def _sigmoids(self, logits: mx.array, chosen: mx.array) -> mx.array:
+        """Mixing weights [T, K], float32."""
+        logits = mx.take_along_axis(logits, chosen, axis=-1)
+        weights = mx.sigmoid(logits.astype(mx.float32))
+        if self.spec.norm_topk_prob:
+            # They may all be zero.
+            weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
+        return weights * self.spec.routed_scaling_factor
 
     def _route_guessing(self, x: mx.array, candidates: int) -> tuple[mx.array, mx.array, mx.array]:
         """The same for one row; the guess follows the ids."""
@@ -131,7 +144,7 @@ class MlxRouter:
         if candidates:
             following = self._next
             assert following is not None
-            guessed = following.best(following.score(x)[1], candidates)
+            guessed = following.guess(x, candidates)
             chosen = mx.concatenate([chosen, guessed], axis=-1)
         return normed, weights, chosen
 
@@ -146,16 +159,39 @@ class _Scorer:
         spec: RouterSpec,
         weights: Mapping[str, Weight],
     ) -> None:
-        self._eps = spec.rms_norm_eps
+        self._spec = spec
+        self._correction: mx.array | None = None
+        if "correction" in weights:
+            self._correction = memory.arrays(weights["correction"])[0]
         self._norm = vector(memory, traits, weights["norm"])
         self._gate = Linear(memory, traits, weights["gate"])
 
     def score(self, x: mx.array) -> tuple[mx.array, mx.array]:
-        """Normed rows and their scores [T, E]."""
-        normed = mx.fast.rms_norm(x, self._norm, self._eps)
+        """Normed rows and their logits [T, E]."""
+        normed = mx.fast.rms_norm(x, self._norm, self._spec.rms_norm_eps)
         return normed, self._gate(normed)
 
-    @staticmethod
-    def best(scores: mx.array, count: int) -> mx.array:
-        """Ids of the highest scores, best last, uint32 [T, count]."""
-        return mx.argsort(scores, axis=-1)[:, -count:]
+    def best(self, logits: mx.array, count: int) -> mx.array:
+        """Ids of those that rank highest, best last, uint32 [T, count]."""
+        return mx.argsort(self._ranks(logits), axis=-1)[:, -count:]
+
+    def guess(self, x: mx.array, count: int) -> mx.array:
+        """The same from rows [T, H]."""
+        return self.best(self.score(x)[1], count)
+
+    def _ranks(self, logits: mx.array) -> mx.array:
+        """What the largest are chosen of; -inf in groups that are left out. [T, E]."""
+        spec = self._spec
+        if spec.scoring == "softmax":
+            return logits
+        scores = mx.sigmoid(logits.astype(mx.float32))
+        if self._correction is not None:
+            scores = scores + self._correction
+        left_out = spec.n_group - spec.topk_group
+        if not left_out:
+            return scores
+        groups = mx.unflatten(scores, -1, (spec.n_group, -1))
+        best = mx.topk(groups, 2, axis=-1).sum(axis=-1)
+        worst = mx.argsort(best, axis=-1)[:, :left_out, None]
+        lowest = mx.array(-mx.inf, scores.dtype)
+        return mx.flatten(mx.put_along_axis(groups, worst, lowest, axis=1), 1)

@@ -84,9 +84,10 @@ def capacity(spec: KVSpec) -> int:
 
 
 def kv_nbytes(spec: KVSpec) -> int:
-    """Keys and values of one layer, each an array of its own."""
+    """Keys and values of one layer, each an array of its own, if values are not a part of keys."""
     numbers = spec.num_key_value_heads * capacity(spec) * spec.head_dim
-    return 2 * align_up(numbers * spec.number_nbytes, _PAGE)
+    arrays = 1 if spec.latent_dim else 2
+    return arrays * align_up(numbers * spec.number_nbytes, _PAGE)
 
 
 def recurrent_nbytes(spec: DeltaSpec) -> int:
@@ -108,6 +109,10 @@ def _attention(spec: WorkspaceSpec) -> int:
     queries_per_head = 4 if spec.output_gate else 1
     heads = queries_per_head * spec.num_attention_heads + 2 * spec.num_key_value_heads
     width = heads * spec.head_dim
+    if spec.latent is not None:
+        # Queries before they are mapped to the latents, and heads behind them.
+        own = spec.latent.q_lora_rank + spec.num_attention_heads * spec.latent.v_head_dim
+        width += own + spec.num_attention_heads * spec.latent.query_dim
     rows = spec.max_tokens * (2 * spec.hidden_size + _LIVE * width) * spec.number_nbytes
     queries = min(spec.max_tokens, ATTENTION_ROWS)
     scores = spec.num_attention_heads * queries * spec.context
@@ -129,7 +134,8 @@ def _experts(spec: WorkspaceSpec) -> int:
     tile_rows = CALL_TILES * TILE_ROWS
     call = tile_rows * (2 * spec.hidden_size + _LIVE * inner)
     pairs = spec.max_tokens * spec.num_experts_per_tok * spec.hidden_size
-    shared = spec.max_tokens * (_LIVE * spec.shared_expert_intermediate_size + spec.hidden_size)
+    resident = max(spec.shared_expert_intermediate_size, spec.intermediate_size)
+    shared = spec.max_tokens * (_LIVE * resident + spec.hidden_size)
     rows = call + 3 * pairs + shared + 4 * spec.max_tokens * spec.hidden_size
     # Codes at up to 8 bits with float32 scales, or plain numbers.
     taken = TAKEN_EXPERTS * 3 * spec.hidden_size * inner * 4
@@ -143,5 +149,6 @@ def _widened(spec: WorkspaceSpec) -> int:
 
 def _kv_copy(spec: WorkspaceSpec) -> int:
     """While one token still reads keys and values, the next writes to copies, in every layer."""
-    one = KVSpec(spec.num_key_value_heads, spec.head_dim, spec.context, spec.number_nbytes)
+    latent = spec.latent.kv_lora_rank if spec.latent else 0
+    one = KVSpec(spec.num_key_value_heads, spec.head_dim, spec.context, spec.number_nbytes, latent)
     return spec.num_layers * kv_nbytes(one)

@@ -115,7 +115,9 @@ class ReadPool:
 class KVCache:
     """Keys and values of one layer at an address (see aegis.kernels.native.attention)."""
 
-    def __init__(self, address: int, kv_heads: int, positions: int, dim: int) -> None: ...
+    def __init__(
+        self, address: int, kv_heads: int, positions: int, dim: int, value_dim: int
+    ) -> None: ...
 
 class Attention:
     """Attention block; the arrays at the addresses must outlive it."""
@@ -181,10 +183,63 @@ class Delta:
     ) -> None: ...
     def __call__(self, x: NDArray[np.float32], state: DeltaState, first: bool) -> None: ...
 
-class RouterLayer:
-    """Norm and gate of one router."""
+class LatentAttention:
+    """Latent attention; the arrays at the addresses must outlive it.
 
-    def __init__(self, norm: int, gate: LinearDesc, eps: float, k: int) -> None: ...
+    shape: hidden, heads, rank, nope, rope, value, max_tokens, context. norms: norm, kv_norm, q_norm
+    (0: none, and linears[1] is not used). linears: q, q_b, kv, embed, unembed, o.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        shape: Sequence[int],
+        eps: float,
+        lora_eps: float,
+        inv_freq: Sequence[float],
+        scale: float,
+        rotary_scale: float,
+        norms: Sequence[int],
+        linears: Sequence[LinearDesc],
+        scratch: int,
+        scratch_nbytes: int,
+    ) -> None: ...
+    def __call__(self, x: NDArray[np.float32], cache: KVCache, start: int) -> None: ...
+
+class Mlp:
+    """MLP block; the arrays at the addresses must outlive it."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        max_tokens: int,
+        eps: float,
+        norm: int,
+        gate: LinearDesc,
+        up: LinearDesc,
+        down: LinearDesc,
+        scratch: int,
+        scratch_nbytes: int,
+        residual: float = 1.0,
+    ) -> None: ...
+    def __call__(self, x: NDArray[np.float32]) -> None: ...
+
+class RouterLayer:
+    """Norm, gate and rule of one router."""
+
+    def __init__(
+        self,
+        norm: int,
+        gate: LinearDesc,
+        eps: float,
+        k: int,
+        normalise: bool,
+        sigmoid: bool = False,
+        correction: int = 0,
+        groups: int = 1,
+        kept: int = 1,
+        scaling: float = 1.0,
+    ) -> None: ...
 
 class Router:
     """Router block over the workspace's arrays; a call returns how many experts it guessed."""
@@ -194,7 +249,6 @@ class Router:
         pool: Pool,
         hidden: int,
         max_tokens: int,
-        normalise: bool,
         layer: RouterLayer,
         next: RouterLayer | None,
         normed: int,

@@ -19,7 +19,7 @@ F32 = NDArray[np.float32]
 
 class NativeKVCache:
     """One layer's float32 cache: keys [kv_head, position / 16, head_dim, 16], then values
-    [kv_head, position, head_dim]."""
+    [kv_head, position, head_dim], or latents, which are kept a second time."""
 
     def __init__(self, spec: KVSpec, buffer: NDArray[np.uint8]) -> None:
         self.nbytes = kv_nbytes(spec)
@@ -30,7 +30,11 @@ class NativeKVCache:
             )
         self._buffer = buffer
         self.native = _native.KVCache(
-            buffer.ctypes.data, spec.num_key_value_heads, kv_positions(spec), spec.head_dim
+            buffer.ctypes.data,
+            spec.num_key_value_heads,
+            kv_positions(spec),
+            spec.head_dim,
+            spec.latent_dim or spec.head_dim,
         )
 
 

@@ -18,7 +18,9 @@ from aegis.kernels.base import (
     Format,
     HeadSpec,
     KVSpec,
+    LatentAttentionSpec,
     Layout,
+    MlpSpec,
     OwnMemory,
     Queue,
     RouterSpec,
@@ -31,6 +33,8 @@ from aegis.kernels.native.attention import NativeAttention, NativeKVCache
 from aegis.kernels.native.delta import NativeDelta, NativeRecurrentState
 from aegis.kernels.native.embedding import NativeEmbedding
 from aegis.kernels.native.head import NativeHead
+from aegis.kernels.native.latent import NativeLatentAttention
+from aegis.kernels.native.mlp import NativeMlp
 from aegis.kernels.native.moe import NativeExperts
 from aegis.kernels.native.router import NativeRouter
 from aegis.kernels.native.workspace import Workspace
@@ -97,6 +101,12 @@ class NativeBackend:
         """Gated DeltaNet block."""
         return NativeDelta(self._pool, self._bound(), spec, weights)
 
+    def latent_attention(
+        self, spec: LatentAttentionSpec, weights: Mapping[str, Weight]
+    ) -> NativeLatentAttention:
+        """Block of latent attention."""
+        return NativeLatentAttention(self._pool, self._bound(), spec, weights)
+
     def router(
         self,
         spec: RouterSpec,
@@ -107,6 +117,10 @@ class NativeBackend:
         """Router block."""
         workspace = self._bound()
         return NativeRouter(self._pool, workspace, spec, weights, next_spec, next_weights)
+
+    def mlp(self, spec: MlpSpec, weights: Mapping[str, Weight]) -> NativeMlp:
+        """MLP block."""
+        return NativeMlp(self._pool, self._bound(), spec, weights)
 
     def experts(self, spec: ExpertsSpec, weights: Mapping[str, Weight]) -> NativeExperts:
         """Experts block."""

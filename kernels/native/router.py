@@ -1,4 +1,4 @@
-"""The router block: norm, gate, softmax, top-k, and the guess for the next MoE layer."""
+"""The router block: norm, gate, top-k, weights, and the guess for the next MoE layer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ class NativeRouter:
             pool,
             hidden=spec.hidden_size,
             max_tokens=workspace.spec.max_tokens,
-            normalise=spec.norm_topk_prob,
             layer=_layer(spec, weights),
             next=following,
             normed=workspace.normed.ctypes.data,
@@ -78,8 +77,23 @@ def _layer(spec: RouterSpec, weights: Mapping[str, Weight]) -> _native.RouterLay
         raise ValueError(
             f"post-attention norm has shape {weights['norm'].shape}, expected ({spec.hidden_size},)"
         )
-    norm = vector_address(weights["norm"])
-    return _native.RouterLayer(norm, linear_desc(gate), spec.rms_norm_eps, spec.num_experts_per_tok)
+    correction = weights.get("correction")
+    if correction is not None and correction.shape != (spec.num_experts,):
+        raise ValueError(
+            f"router corrections have shape {correction.shape}, expected ({spec.num_experts},)"
+        )
+    return _native.RouterLayer(
+        vector_address(weights["norm"]),
+        linear_desc(gate),
+        spec.rms_norm_eps,
+        spec.num_experts_per_tok,
+        spec.norm_topk_prob,
+        sigmoid=spec.scoring == "sigmoid",
+        correction=0 if correction is None else vector_address(correction),
+        groups=spec.n_group,
+        kept=spec.topk_group,
+        scaling=spec.routed_scaling_factor,
+    )
 
 
 def _check_workspace(spec: RouterSpec, workspace: Workspace) -> None:

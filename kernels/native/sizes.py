@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from aegis.kernels.base import Format, Segment, WorkspaceSpec
+from aegis.kernels.base import DeltaSpec, Format, LatentSizes, Segment, WorkspaceSpec
 from aegis.kernels.native.sizes_attention import (
     attention_scratch_nbytes,
     delta_scratch_nbytes,
     head_scratch_nbytes,
     kv_nbytes,
+    mlp_scratch_nbytes,
     recurrent_nbytes,
     router_scratch_nbytes,
 )
@@ -42,6 +43,7 @@ TILE_ROWS = 64
 """Rows of one expert that are computed together."""
 
 HEAD_DIM_STEP, MOST_HEAD_DIM, MOST_EXPERTS, MOST_TAPS = 16, 256, 4096, 16
+MOST_LATENT = (512, 64)
 """What the C++ blocks are written for; they refuse anything else."""
 
 _LINE = 64
@@ -62,22 +64,46 @@ def _lines(*counts: int) -> int:
 
 def unsupported(spec: WorkspaceSpec) -> str | None:
     """Why this backend cannot compute such a model; None where it can."""
-    if spec.head_dim % HEAD_DIM_STEP or spec.head_dim > MOST_HEAD_DIM:
+    if spec.latent is not None:
+        reason = _unsupported_latent(spec.latent)
+    else:
+        reason = _unsupported_head(spec.head_dim)
+    if reason is None and spec.delta is not None:
+        reason = _unsupported_delta(spec.delta)
+    if reason is None and spec.num_experts > MOST_EXPERTS:
+        reason = f"it has {spec.num_experts} experts in a layer, and the most is {MOST_EXPERTS}"
+    return reason
+
+
+def _unsupported_head(head_dim: int) -> str | None:
+    if head_dim % HEAD_DIM_STEP or head_dim > MOST_HEAD_DIM:
         allowed = f"multiples of {HEAD_DIM_STEP} up to {MOST_HEAD_DIM}"
-        return f"its head_dim is {spec.head_dim}, and only {allowed} are implemented"
-    if (delta := spec.delta) is not None:
-        dims = delta.key_head_dim, delta.value_head_dim
-        if any(dim % HEAD_DIM_STEP for dim in dims):
-            return (
-                f"its linear heads have {dims[0]} and {dims[1]} channels, and only multiples of"
-                f" {HEAD_DIM_STEP} are implemented"
-            )
-        if delta.conv_kernel_dim > MOST_TAPS:
-            return (
-                f"its convolution sees {delta.conv_kernel_dim} tokens, and the most is {MOST_TAPS}"
-            )
-    if spec.num_experts > MOST_EXPERTS:
-        return f"it has {spec.num_experts} experts in a layer, and the most is {MOST_EXPERTS}"
+        return f"its head_dim is {head_dim}, and only {allowed} are implemented"
+    return None
+
+
+def _unsupported_delta(delta: DeltaSpec) -> str | None:
+    dims, taps = (delta.key_head_dim, delta.value_head_dim), delta.conv_kernel_dim
+    if any(dim % HEAD_DIM_STEP for dim in dims):
+        return (
+            f"its linear heads have {dims[0]} and {dims[1]} channels, and only multiples of"
+            f" {HEAD_DIM_STEP} are implemented"
+        )
+    if taps > MOST_TAPS:
+        return f"its convolution sees {taps} tokens, and the most is {MOST_TAPS}"
+    return None
+
+
+def _unsupported_latent(sizes: LatentSizes) -> str | None:
+    most_rank, most_rope = MOST_LATENT
+    rank, rope = sizes.kv_lora_rank, sizes.qk_rope_head_dim
+    if rank % 64 or rank > most_rank or rope > most_rope:
+        return (
+            f"its latents have {rank} channels and {rope} rotated ones, and only multiples of 64 up"
+            f" to {most_rank} and up to {most_rope} are implemented"
+        )
+    if sizes.v_head_dim % 16:
+        return f"its v_head_dim is {sizes.v_head_dim}, and only multiples of 16 are implemented"
     return None
 
 
@@ -120,6 +146,7 @@ def scratch_nbytes(spec: WorkspaceSpec) -> int:
         experts_scratch_nbytes(spec),
         attention_scratch_nbytes(spec),
         delta_scratch_nbytes(spec),
+        mlp_scratch_nbytes(spec),
         router_scratch_nbytes(spec),
         head_scratch_nbytes(spec),
     )

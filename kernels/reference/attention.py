@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from aegis.kernels.reference.linear import F32, linear, rms_norm, sigmoid, widen
+from aegis.kernels.reference.sizes import kv_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,9 +21,11 @@ class ReferenceKVCache:
     """keys and values [kv_heads, context, head_dim] float32 over a caller's buffer."""
 
     def __init__(self, spec: KVSpec, buffer: NDArray[np.uint8]) -> None:
-        shape = (2, spec.num_key_value_heads, spec.context, spec.head_dim)
-        self.nbytes = 4 * int(np.prod(shape))
-        self.keys, self.values = buffer[: self.nbytes].view(F32).reshape(shape)
+        self.nbytes = kv_nbytes(spec)
+        shape = (-1, spec.num_key_value_heads, spec.context, spec.head_dim)
+        kept = buffer[: self.nbytes].view(F32).reshape(shape)
+        self.keys = kept[0]
+        self.values = self.keys[..., : spec.latent_dim] if spec.latent_dim else kept[1]
 
 
 def rotary(
@@ -35,6 +38,22 @@ def rotary(
     low, high = x[..., :n], x[..., n : 2 * n]
     turned = [low * cos - high * sin, high * cos + low * sin, x[..., 2 * n :]]
     return np.concatenate(turned, axis=-1).astype(F32, copy=False)
+
+
+def attend(
+    q: NDArray[np.float32], kv: ReferenceKVCache, positions: NDArray[np.int64], scale: np.float32
+) -> NDArray[np.float32]:
+    """Queries [T, heads, head_dim] over all positions up to their own, to [T, heads, value_dim]."""
+    kv_heads = len(kv.keys)
+    out = np.empty((*q.shape[:2], kv.values.shape[-1]), F32)
+    for row, position in enumerate(positions):
+        keys, values = kv.keys[:, : position + 1], kv.values[:, : position + 1]
+        grouped = q[row].reshape(kv_heads, -1, q.shape[-1])
+        scores = grouped @ keys.transpose(0, 2, 1) * scale
+        scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        mixed = scores / scores.sum(axis=-1, keepdims=True) @ values
+        out[row] = mixed.reshape(out[row].shape)
+    return out
 
 
 class ReferenceAttention:
@@ -72,17 +91,9 @@ class ReferenceAttention:
         q = rotary(q, positions, self._inv_freq)
         kv.keys[:, positions] = rotary(k, positions, self._inv_freq).transpose(1, 0, 2)
         kv.values[:, positions] = v.transpose(1, 0, 2)
-        group = spec.num_attention_heads // spec.num_key_value_heads
         scale = F32(spec.head_dim**-0.5 if spec.scale is None else spec.scale)
-        out = np.empty((len(x), spec.num_attention_heads * spec.head_dim), F32)
-        for row, position in enumerate(positions):
-            keys, values = kv.keys[:, : position + 1], kv.values[:, : position + 1]
-            grouped = q[row].reshape(spec.num_key_value_heads, group, spec.head_dim)
-            scores = grouped @ keys.transpose(0, 2, 1) * scale
-            scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
-            mixed = scores / scores.sum(axis=-1, keepdims=True) @ values
-            out[row] = mixed.reshape(-1)
+        mixed = attend(q, kv, positions, scale).reshape(len(x), -1)
         if spec.output_gate:
-            out *= sigmoid(gate.reshape(out.shape))
-        out = linear(out, positions, self._weights["o_proj"])
+            mixed = mixed * sigmoid(gate.reshape(mixed.shape))
+        out = linear(mixed, positions, self._weights["o_proj"])
         return x + F32(spec.residual_multiplier) * out

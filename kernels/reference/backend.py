@@ -11,8 +11,9 @@ from aegis.kernels.base import Weight
 from aegis.kernels.reference import sizes
 from aegis.kernels.reference.attention import ReferenceAttention, ReferenceKVCache
 from aegis.kernels.reference.delta import ReferenceDelta, ReferenceRecurrentState
+from aegis.kernels.reference.latent import ReferenceLatentAttention
 from aegis.kernels.reference.linear import F32, rms_norm, widen
-from aegis.kernels.reference.moe import Clock, ReferenceExperts, ReferenceRouter
+from aegis.kernels.reference.moe import Clock, ReferenceExperts, ReferenceMlp, ReferenceRouter
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aegis.kernels.base import (
+        AttentionBlock,
         AttentionSpec,
         DeltaSpec,
         ExpertsSpec,
@@ -27,7 +29,9 @@ if TYPE_CHECKING:
         HeadSpec,
         KVCache,
         KVSpec,
+        LatentAttentionSpec,
         Layout,
+        MlpSpec,
         OwnMemory,
         Queue,
         RouterSpec,
@@ -36,16 +40,16 @@ if TYPE_CHECKING:
     )
 
 
-class _Attention(ReferenceAttention):
+class _Clocked:
     """Attention that also tells the other blocks where the rows are."""
 
-    def __init__(self, spec: AttentionSpec, weights: Mapping[str, Weight], clock: Clock) -> None:
-        super().__init__(spec, weights)
-        self._clock = clock
+    def __init__(self, block: AttentionBlock, clock: Clock) -> None:
+        self._block, self._clock = block, clock
 
     def __call__(self, x: NDArray[np.float32], cache: KVCache, start: int) -> NDArray[np.float32]:
         self._clock.start = start
-        return super().__call__(x, cache, start)
+        out: NDArray[np.float32] = self._block(x, cache, start)
+        return out
 
 
 class ReferenceEmbedding:
@@ -145,13 +149,19 @@ class ReferenceBackend:
         """Remember where slots lie."""
         self._slots = slots
 
-    def attention(self, spec: AttentionSpec, weights: Mapping[str, Weight]) -> ReferenceAttention:
+    def attention(self, spec: AttentionSpec, weights: Mapping[str, Weight]) -> AttentionBlock:
         """An attention block."""
-        return _Attention(spec, weights, self._clock)
+        return _Clocked(ReferenceAttention(spec, weights), self._clock)
 
-    def delta(self, spec: DeltaSpec, weights: Mapping[str, Weight]) -> ReferenceDelta:
+    def latent_attention(
+        self, spec: LatentAttentionSpec, weights: Mapping[str, Weight]
+    ) -> AttentionBlock:
+        """A block of latent attention."""
+        return _Clocked(ReferenceLatentAttention(spec, weights), self._clock)
+
+    def delta(self, spec: DeltaSpec, weights: Mapping[str, Weight]) -> AttentionBlock:
         """A Gated DeltaNet block."""
-        return ReferenceDelta(spec, weights, self._clock)
+        return _Clocked(ReferenceDelta(spec, weights), self._clock)
 
     def router(
         self,
@@ -162,6 +172,10 @@ class ReferenceBackend:
     ) -> ReferenceRouter:
         """A router block."""
         return ReferenceRouter(spec, weights, next_spec, next_weights, self._clock)
+
+    def mlp(self, spec: MlpSpec, weights: Mapping[str, Weight]) -> ReferenceMlp:
+        """An MLP block."""
+        return ReferenceMlp(spec, weights, self._clock)
 
     def experts(self, spec: ExpertsSpec, weights: Mapping[str, Weight]) -> ReferenceExperts:
         """An experts block over the bound slots."""

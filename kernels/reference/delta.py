@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aegis.kernels.base import DeltaSpec, KVCache, Weight
-    from aegis.kernels.reference.moe import Clock
 
 _L2_EPS = F32(1e-6)
 _INPUTS = ("qkv", "z", "a", "b")
@@ -49,8 +48,8 @@ class ReferenceRecurrentState:
 class ReferenceDelta:
     """DeltaBlock in numpy."""
 
-    def __init__(self, spec: DeltaSpec, weights: Mapping[str, Weight], clock: Clock) -> None:
-        self._spec, self._clock = spec, clock
+    def __init__(self, spec: DeltaSpec, weights: Mapping[str, Weight]) -> None:
+        self._spec = spec
         self._weights = {name: widen(weight) for name, weight in weights.items()}
         self._taps = self._weights["conv"].reshape(spec.conv_kernel_dim, spec.conv_dim)
 
@@ -59,7 +58,6 @@ class ReferenceDelta:
         spec, state = self._spec, cast(ReferenceRecurrentState, cache)
         if start == 0:
             state.clear()
-        self._clock.start = start
         positions, weights = np.arange(start, start + len(x)), self._weights
         normed = rms_norm(x, weights["norm"], spec.rms_norm_eps)
         qkv, z, a, b = (linear(normed, positions, weights[f"in_proj_{n}"]) for n in _INPUTS)

@@ -1,4 +1,4 @@
-"""Router and experts in plain numpy."""
+"""Router, experts and MLP in plain numpy."""
 
 from __future__ import annotations
 
@@ -15,13 +15,49 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from aegis.kernels.base import ExpertsSpec, RouterSpec, SlotMemory
+    from aegis.kernels.base import ExpertsSpec, MlpSpec, RouterSpec, SlotMemory
 
 
 def top_k(logits: NDArray[np.float32], k: int) -> NDArray[np.int64]:
     """Indices of the k largest per row, best first, ties to the lower index. [T, E] to [T, k]."""
     ranked: NDArray[np.int64] = np.argsort(-logits, axis=-1, kind="stable")[:, :k]
     return ranked
+
+
+def ranks(
+    spec: RouterSpec, logits: NDArray[np.float32], correction: NDArray[np.float32] | None
+) -> NDArray[np.float32]:
+    """What the largest are chosen of; -inf in groups that are left out. [T, E]."""
+    if spec.scoring == "softmax":
+        return logits
+    scores = sigmoid(logits)
+    if correction is not None:
+        scores = scores + correction
+    if spec.n_group > 1:
+        groups = scores.reshape(len(scores), spec.n_group, -1)
+        best = -np.sort(-groups, axis=-1)[..., :2]
+        kept = top_k(best.sum(axis=-1, dtype=F32), spec.topk_group)
+        left_out = np.ones(groups.shape[:2], np.bool_)
+        np.put_along_axis(left_out, kept, False, axis=-1)
+        scores = np.where(left_out[..., None], F32(-np.inf), groups).reshape(scores.shape)
+    return scores
+
+
+def mixing_weights(
+    spec: RouterSpec, logits: NDArray[np.float32], experts: NDArray[np.int64]
+) -> NDArray[np.float32]:
+    """Weights [T, K] of the chosen."""
+    if spec.scoring == "softmax":
+        exps = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        scores = exps / exps.sum(axis=-1, keepdims=True, dtype=F32)
+    else:
+        scores = sigmoid(logits)
+    weights = np.take_along_axis(scores, experts, axis=-1)
+    if spec.norm_topk_prob:
+        total = weights.sum(axis=-1, keepdims=True, dtype=F32)
+        # Sigmoids may all be zero.
+        weights = weights / (total if spec.scoring == "softmax" else total + F32(1e-20))
+    return weights * F32(spec.routed_scaling_factor)
 
 
 class ReferenceRouter:
@@ -44,12 +80,9 @@ class ReferenceRouter:
         spec, positions = self._spec, self._clock.positions(len(x))
         normed = rms_norm(x, self._weights["norm"], spec.rms_norm_eps)
         logits = linear(normed, positions, self._weights["gate"])
-        exps = np.exp(logits - logits.max(axis=-1, keepdims=True))
-        probabilities = exps / exps.sum(axis=-1, keepdims=True, dtype=F32)
-        experts = np.sort(top_k(logits, spec.num_experts_per_tok), axis=-1)
-        weights = np.take_along_axis(probabilities, experts, axis=-1)
-        if spec.norm_topk_prob:
-            weights = weights / weights.sum(axis=-1, keepdims=True, dtype=F32)
+        ranked = ranks(spec, logits, self._weights.get("correction"))
+        experts = np.sort(top_k(ranked, spec.num_experts_per_tok), axis=-1)
+        weights = mixing_weights(spec, logits, experts)
         guess = self._guess(x, positions, candidates)
         return Routing(experts.astype(np.int32), weights.astype(F32), normed, guess)
 
@@ -61,13 +94,14 @@ class ReferenceRouter:
             return np.empty(0, np.int32)
         normed = rms_norm(x, self._next["norm"], spec.rms_norm_eps)
         logits = linear(normed, positions, self._next["gate"])
+        ranked = ranks(spec, logits, self._next.get("correction"))
         if len(x) == 1:
-            best = top_k(logits, min(candidates, spec.num_experts))
+            best = top_k(ranked, min(candidates, spec.num_experts))
             return np.asarray(best[0], np.int32)
-        chosen = top_k(logits, spec.num_experts_per_tok)
+        chosen = top_k(ranked, spec.num_experts_per_tok)
         counts = np.bincount(chosen.reshape(-1), minlength=spec.num_experts)
-        ranked: NDArray[np.int64] = np.argsort(-counts, kind="stable")
-        return ranked[: np.count_nonzero(counts)].astype(np.int32)
+        by_count: NDArray[np.int64] = np.argsort(-counts, kind="stable")
+        return by_count[: np.count_nonzero(counts)].astype(np.int32)
 
 
 class Clock:
@@ -79,6 +113,31 @@ class Clock:
     def positions(self, rows: int) -> NDArray[np.int64]:
         """Positions of the current call's rows."""
         return np.arange(self.start, self.start + rows)
+
+
+class ReferenceMlp:
+    """MlpBlock in numpy."""
+
+    def __init__(self, spec: MlpSpec, weights: Mapping[str, Weight], clock: Clock) -> None:
+        self._spec, self._clock = spec, clock
+        self._weights = {name: widen(weight) for name, weight in weights.items()}
+
+    def __call__(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
+        """x [T, H] after attention to x + mlp."""
+        normed = rms_norm(x, self._weights["norm"], self._spec.rms_norm_eps)
+        out = swiglu(normed, self._clock.positions(len(x)), self._weights)
+        return x + F32(self._spec.residual_multiplier) * out
+
+
+def swiglu(
+    normed: NDArray[np.float32],
+    positions: NDArray[np.int64],
+    weights: Mapping[str, NDArray[np.float32]],
+) -> NDArray[np.float32]:
+    """Rows [T, H] at positions [T] through gate_proj, up_proj and down_proj."""
+    inner = silu(linear(normed, positions, weights["gate_proj"]))
+    inner = inner * linear(normed, positions, weights["up_proj"])
+    return linear(inner, positions, weights["down_proj"])
 
 
 class ReferenceExperts:
@@ -119,9 +178,8 @@ class ReferenceExperts:
         for expert, slot in zip(experts.tolist(), slots.tolist(), strict=True):
             rows = np.flatnonzero((self._routing.experts == expert).any(axis=1))
             normed, at = self._routing.normed[rows], positions[rows]
-            gate, up, down = (self._matrix(slot, n) for n in ("gate_proj", "up_proj", "down_proj"))
-            inner = silu(linear(normed, at, gate)) * linear(normed, at, up)
-            self._outputs[expert] = rows, linear(inner, at, down)
+            expert_weights = {name: self._matrix(slot, name) for name in self._spec.segments}
+            self._outputs[expert] = rows, swiglu(normed, at, expert_weights)
 
     def finish(self) -> NDArray[np.float32]:
         """Sum in ascending expert id, then the shared expert, then the residual."""
@@ -137,9 +195,7 @@ class ReferenceExperts:
 
     def _shared_expert(self) -> NDArray[np.float32]:
         normed, positions = self._routing.normed, self._clock.positions(len(self._x))
-        gate = linear(normed, positions, self._shared["gate_proj"])
-        up = linear(normed, positions, self._shared["up_proj"])
-        out = linear(silu(gate) * up, positions, self._shared["down_proj"])
+        out = swiglu(normed, positions, self._shared)
         if "shared_expert_gate" in self._shared:
             out = out * sigmoid(linear(normed, positions, self._shared["shared_expert_gate"]))
         return out

@@ -13,8 +13,10 @@ _F32 = 4
 
 
 def kv_nbytes(spec: KVSpec) -> int:
-    """Keys and values of one layer, float32, [2, kv_heads, context, head_dim]."""
-    return 2 * spec.num_key_value_heads * spec.context * spec.head_dim * _F32
+    """Keys and values of one layer, float32, [2, kv_heads, context, head_dim]; keys alone, where
+    values are a part of them."""
+    both = 1 if spec.latent_dim else 2
+    return both * spec.num_key_value_heads * spec.context * spec.head_dim * _F32
 
 
 def recurrent_nbytes(spec: DeltaSpec) -> int:
@@ -25,7 +27,9 @@ def recurrent_nbytes(spec: DeltaSpec) -> int:
 def workspace_nbytes(spec: WorkspaceSpec) -> int:
     """The widened copy of the resident weights and the largest temporaries of one call."""
     q_dim = spec.num_attention_heads * spec.head_dim * (2 if spec.output_gate else 1)
-    inner = max(spec.moe_intermediate_size, spec.shared_expert_intermediate_size)
+    inner = max(
+        spec.moe_intermediate_size, spec.shared_expert_intermediate_size, spec.intermediate_size
+    )
     rows = spec.max_tokens + 2 * TILE
     activations = rows * (8 * spec.hidden_size + 4 * q_dim + 4 * inner + 4 * spec.num_experts)
     delta = 0

@@ -104,7 +104,12 @@ def test_a_store_for_another_backend_is_refused_by_the_plan_too(checkpoint: Path
 @needs_native
 def test_the_kernels_are_written_for_all_that_is_planned() -> None:
     """What planning says about the C++ blocks is what they say themselves."""
-    from aegis.kernels.native.sizes import HEAD_DIM_STEP, MOST_EXPERTS, MOST_HEAD_DIM
+    from aegis.kernels.native.sizes import (
+        HEAD_DIM_STEP,
+        MOST_EXPERTS,
+        MOST_HEAD_DIM,
+        MOST_LATENT,
+    )
 
     root = Path(__file__).parents[2] / "kernels" / "native" / "include"
     text = "".join(path.read_text() for path in sorted(root.glob("*.h")))
@@ -112,6 +117,7 @@ def test_the_kernels_are_written_for_all_that_is_planned() -> None:
     assert found["kMaxExperts"] == MOST_EXPERTS
     assert found["kMaxHeadDim"] == MOST_HEAD_DIM
     assert found["kKeyLanes"] == HEAD_DIM_STEP
+    assert (found["kMaxValueDim"], found["kMaxKeyDim"] - found["kMaxValueDim"]) == MOST_LATENT
 
 
 def test_a_better_tokenizer_in_the_model_counts_at_once(checkpoint: Path, tmp_path: Path) -> None:

@@ -16,12 +16,23 @@ from aegis import Engine
 from aegis.kernels import registry
 from aegis.kernels.base import Array, RouterBlock, Routing
 from aegis.models import supported
+from aegis.models.base import MoeBlocks
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 SMOLMOE: dict[str, Any] = json.loads((GOLDENS / "smolmoe-135m" / "golden.json").read_text())
-RANDOM = ("granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe", "qwen3_moe", "qwen3_next")
+RANDOM = (
+    "deepseek_v3",
+    "glm4_moe",
+    "granitemoe",
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3_5_moe",
+    "qwen3_moe",
+    "qwen3_next",
+)
 """Small random checkpoints, one for each family."""
-PLAIN = ("qwen3_5_moe/hf_bf16",)
+PLAIN = ("qwen3_5_moe/hf_bf16", "qwen3_moe/hf_bf16")
 """The same before they were quantised, as their libraries wrote them."""
 CASES = {case["name"]: case for case in SMOLMOE["prompts"]}
 
@@ -168,11 +179,13 @@ class Spy:
 
 @contextmanager
 def spied(engine: Engine) -> Iterator[list[Spy]]:
-    """A spy in every layer of the decoder, for as long as the block runs."""
+    """A spy in every layer of the decoder that has a router, for as long as the block runs."""
     layers: Any = engine._opened.decoder.layers
-    before = list(layers)
-    spies = [Spy(layer.router) for layer in before]
-    layers[:] = [replace(layer, router=spy) for layer, spy in zip(before, spies, strict=True)]
+    before, spies = list(layers), list[Spy]()
+    for number, layer in enumerate(before):
+        if isinstance(layer.mlp, MoeBlocks):
+            spies.append(Spy(layer.mlp.router))
+            layers[number] = replace(layer, mlp=replace(layer.mlp, router=spies[-1]))
     try:
         yield spies
     finally:

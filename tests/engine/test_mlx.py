@@ -170,15 +170,16 @@ def test_a_layer_as_one_call_gives_the_bits_of_its_blocks(
         with engine.turn, engine.turn.inside():
             x: Any = engine._opened.decoder.embedding(np.array([7], np.int32))
             for number, layer in enumerate(layers):
-                table = forward._table(layer.moe_index)
+                moe: Any = layer.mlp
+                table = forward._table(moe.index)
                 assert table is not None
                 one, routing = forward._queued[number](x, layer.cache, len(IDS), table)
                 after = layer.attention(x, layer.cache, len(IDS))
-                apart = layer.router(after, 0)
+                apart = moe.router(after, 0)
                 experts = apart.experts[0]
                 assert np.array_equal(routing.experts, apart.experts)
                 slots = np.array(table)[experts].astype(np.int32)
-                x = layer.experts(after, apart, experts, slots)
+                x = moe.experts(after, apart, experts, slots)
                 bits = [np.array(r.astype(mx.float32)).tobytes() for r in (one, x)]
                 assert bits[0] == bits[1]
 

@@ -100,7 +100,7 @@ def test_a_pass_that_fails_in_any_layer_leaves_the_engine_as_it_was(
 ) -> None:
     expected = fresh(engine, [*PROMPT, 11]), fresh(engine, [*PROMPT, 11, 12, 13])
     engine.feed(PROMPT)
-    router: Any = engine._opened.decoder.layers[layer].router
+    router: Any = engine._opened.decoder.layers[layer].mlp.router
 
     works = type(router).__call__
     with monkeypatch.context() as patch:

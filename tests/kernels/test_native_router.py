@@ -1,4 +1,4 @@
-"""Native router: softmax, top-k, mixing weights and the guess for the next layer."""
+"""Native router: scores, top-k, mixing weights and the guess for the next layer."""
 
 from typing import Any
 
@@ -7,7 +7,15 @@ import pytest
 
 pytest.importorskip("aegis.kernels.native._native", exc_type=ImportError)
 
-from attention_tools import POOLS, chunkings, norm_rows, same_bits, vector, workspace
+from attention_tools import (
+    POOLS,
+    chunkings,
+    norm_rows,
+    same_bits,
+    values_of,
+    vector,
+    workspace,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_tools import fmt_of, isa, normal, random_weight, stored
@@ -26,7 +34,8 @@ class Layers:
     def __init__(self, experts: int, choices: int, bits: int = 8, **options: Any) -> None:
         rng = np.random.default_rng(options.get("seed", 0))
         normalise = options.get("normalise", True)
-        self.spec = RouterSpec(HIDDEN, experts, choices, normalise, 1e-6)
+        rule = options.get("rule", {})
+        self.spec = RouterSpec(HIDDEN, experts, choices, normalise, 1e-6, **rule)
         self.rows = options.get("max_tokens", 300)
         self.layers = [
             {
@@ -35,6 +44,9 @@ class Layers:
             }
             for _ in range(2)
         ]
+        if self.spec.scoring == "sigmoid":
+            for layer in self.layers:
+                layer["correction"] = vector(0.3 * normal(rng, experts))
 
     def block(self, pool: Any) -> NativeRouter:
         spec = self.spec
@@ -175,6 +187,109 @@ def test_nan_and_infinite_rows_yield_valid_distinct_experts(count: int) -> None:
         assert ids.min() >= 0
         assert ids.max() < 20
         assert len(set(guess.tolist())) == len(guess) > 0
+
+
+SIGMOID = [
+    {"scoring": "sigmoid"},
+    {"scoring": "sigmoid", "routed_scaling_factor": 2.5},
+    {"scoring": "sigmoid", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5},
+    {"scoring": "sigmoid", "n_group": 8, "topk_group": 1},
+]
+
+
+def sigmoid_choice(layers: Layers, x: Any, layer: int) -> tuple[Any, Any]:
+    """Sigmoids, and the same with corrections and without the groups that are left out."""
+    spec = layers.spec
+    p = 1 / (1 + np.exp(-layers.logits(x, layer)))
+    groups = (p + values_of(layers.layers[layer]["correction"])).reshape(len(x), spec.n_group, -1)
+    sums = np.sort(groups, axis=-1)[..., -2:].sum(axis=-1)
+    kept = top(sums, spec.topk_group)
+    allowed = np.zeros(sums.shape, bool)
+    np.put_along_axis(allowed, kept, True, axis=-1)
+    return p, np.where(allowed[..., None], groups, -np.inf).reshape(p.shape)
+
+
+@pytest.mark.parametrize("rule", SIGMOID)
+@pytest.mark.parametrize("normalise", [True, False])
+def test_sigmoids_match_float64(rule: dict[str, Any], normalise: bool) -> None:
+    layers = Layers(64, 6, rule=rule, normalise=normalise)
+    x = rows(40)
+    ids, weights, _, guess = layers.run(x)
+    p, ranks = sigmoid_choice(layers, x, 0)
+    chosen = np.sort(top(ranks, 6), axis=-1)
+    np.testing.assert_array_equal(ids, chosen)
+    p = np.take_along_axis(p, chosen, axis=-1)
+    p = p / p.sum(axis=-1, keepdims=True) if normalise else p
+    np.testing.assert_allclose(weights, p * rule.get("routed_scaling_factor", 1), rtol=1e-4)
+    counts = np.bincount(top(sigmoid_choice(layers, x, 1)[1], 6).reshape(-1), minlength=64)
+    assert guess.tolist() == [i for i in np.argsort(-counts, kind="stable") if counts[i]]
+    single = layers.run(x[:1], candidates=7)[3]
+    np.testing.assert_array_equal(single, top(sigmoid_choice(layers, x[:1], 1)[1][0], 7))
+
+
+@pytest.mark.parametrize("rule", SIGMOID)
+def test_sigmoids_have_the_same_bits_in_chunks_on_every_instruction_set(
+    rule: dict[str, Any],
+) -> None:
+    layers = Layers(64, 6, rule=rule)
+    x = rows(130)
+    whole = layers.run(x, POOLS[0])
+    for each in _native.isas():
+        with isa(each):
+            parts = [layers.run(part, POOLS[2]) for part in (x[:1], x[1:100], x[100:])]
+        for field in (0, 1):
+            assert same_bits(np.concatenate([part[field] for part in parts]), whole[field])
+
+
+def test_groups_of_equal_sums_go_to_the_lower_one() -> None:
+    rule = {"scoring": "sigmoid", "n_group": 4, "topk_group": 2}
+    layers = Layers(16, 4, rule=rule)
+    x = np.zeros((1, HIDDEN), np.float32)
+    x[0, 0] = 1
+    for layer in layers.layers:
+        layer["norm"], layer["correction"] = vector(np.ones(HIDDEN)), vector(np.zeros(16))
+        # Sums of the two best: 1 + 0, 1 + 1, 1 + 1 and 1 + 1 as logits.
+        layer["gate"] = gate_of([9, 0, 0, 0, 9, 9, 0, 0, 9, 0, 9, 0, 9, 9, 9, 0])
+    ids, _, _, guess = layers.run(x, candidates=6)
+    assert ids.tolist() == [[4, 5, 8, 10]]
+    assert guess.tolist() == [4, 5, 8, 10, 6, 7]
+
+
+def test_sigmoids_that_are_all_zero_give_no_nan() -> None:
+    layers = Layers(16, 4, rule={"scoring": "sigmoid"})
+    layers.layers[0]["norm"] = vector(np.ones(HIDDEN))
+    layers.layers[0]["gate"] = gate_of([-500] * 16)
+    x = np.zeros((1, HIDDEN), np.float32)
+    x[0, 0] = 1
+    assert layers.run(x)[1].tolist() == [[0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("rule", [SIGMOID[0], SIGMOID[3]])
+def test_nan_and_infinite_rows_yield_valid_distinct_experts_of_sigmoids(
+    rule: dict[str, Any],
+) -> None:
+    layers = Layers(16, 2, rule=rule)
+    for value in (np.nan, np.inf, -np.inf):
+        ids, _, _, guess = layers.run(np.full((3, HIDDEN), value, np.float32), candidates=8)
+        assert all(len(set(row)) == 2 and row == sorted(row) for row in ids.tolist())
+        assert ids.min() >= 0
+        assert ids.max() < 16
+        assert len(set(guess.tolist())) == len(guess) > 0
+
+
+@pytest.mark.parametrize(
+    "rule", [{"n_group": 3}, {"n_group": 16, "topk_group": 3}, {"n_group": 2, "topk_group": 3}]
+)
+def test_groups_that_cannot_hold_the_choice_are_refused(rule: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="cannot lie in"):
+        Layers(16, 4, rule={"scoring": "sigmoid"} | rule).run(rows(1))
+
+
+def test_corrections_for_other_experts_are_refused() -> None:
+    layers = Layers(16, 4, rule={"scoring": "sigmoid"})
+    layers.layers[0]["correction"] = vector(np.zeros(15))
+    with pytest.raises(ValueError, match=r"\(15,\), expected \(16,\)"):
+        layers.run(rows(1))
 
 
 def test_a_router_that_does_not_fit_its_workspace_is_refused() -> None:

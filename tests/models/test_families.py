@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from strategies import Choices, config_of, write_checkpoint
 from aegis.checkpoint.config import ModelConfig
 from aegis.convert.convert import convert
 from aegis.errors import CheckpointError
-from aegis.kernels.base import Format
+from aegis.kernels.base import Format, KVSpec
 from aegis.kernels.formats import MlxArrays, dequantize_mlx
-from aegis.models import family, qwen3_next, supported
+from aegis.models import family, supported
+from aegis.models.layers import rotary_dim
 
 
 def config(model_type: str, **changes: Any) -> ModelConfig:
@@ -79,14 +81,29 @@ REFUSED = {
 }
 
 
-PARTIAL_ROTARY = {"qwen3_5_moe", "qwen3_next"}
+HAS_DENSE_LAYERS = {"mlp_only_layers", "decoder_sparse_step"}
+IMPLEMENTED = {
+    "qwen2_moe": HAS_DENSE_LAYERS,
+    "qwen3_moe": HAS_DENSE_LAYERS,
+    "glm4_moe": {
+        "attention_bias",
+        "partial_rotary_factor",
+        "routed_scaling_factor",
+        "scoring_func",
+    },
+    "qwen3_5_moe": {"partial_rotary_factor"},
+    "qwen3_next": {"partial_rotary_factor", *HAS_DENSE_LAYERS},
+    "deepseek_v3": {"rope_scaling", "routed_scaling_factor", "scoring_func"},
+}
+REFUSALS = [
+    (model_type, key)
+    for model_type in sorted(FAMILIES)
+    for key in sorted(REFUSED.keys() - IMPLEMENTED.get(model_type, set()))
+]
 
 
-@pytest.mark.parametrize("key", REFUSED)
-@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+@pytest.mark.parametrize(("model_type", "key"), REFUSALS)
 def test_keys_that_change_the_maths_are_refused_by_name(model_type: str, key: str) -> None:
-    if key == "partial_rotary_factor" and model_type in PARTIAL_ROTARY:
-        return
     with pytest.raises(CheckpointError, match=f"{key}.*not\\s+implemented for {model_type}"):
         family(model_type).shape(config(model_type, **{key: REFUSED[key]}))
 
@@ -119,7 +136,132 @@ def test_multipliers_outside_of_reason_are_refused(key: str, value: Any) -> None
         family("granitemoe").shape(config("granitemoe", **{key: value}))
 
 
-DELTA = sorted(PARTIAL_ROTARY)
+@pytest.mark.parametrize(
+    ("model_type", "keys", "moe_layers"),
+    [
+        ("qwen2_moe", {"mlp_only_layers": [0, 2]}, (1, 3)),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, (1, 3)),
+        ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [3]}, (1,)),
+        ("glm4_moe", {"first_k_dense_replace": 3}, (3,)),
+        ("deepseek_v3", {"first_k_dense_replace": 1}, (1, 2, 3)),
+    ],
+)
+def test_layers_without_experts_are_those_that_the_config_names(
+    model_type: str, keys: dict[str, Any], moe_layers: tuple[int, ...]
+) -> None:
+    found = config(model_type, num_hidden_layers=4, intermediate_size=320, **keys)
+    shape = family(model_type).shape(found)
+    assert shape.moe_layers == moe_layers
+    assert shape.intermediate_size == 320
+    wanted = family(model_type).tensor_map(found)
+    assert wanted.experts.layers == moe_layers
+    shapes = {entry.name: entry.shape for entry in wanted.resident}
+    for layer in range(4):
+        assert (f"layers.{layer}.mlp.gate" in shapes) == (layer in moe_layers)
+        dense = shapes.get(f"layers.{layer}.mlp.up_proj")
+        assert dense == (None if layer in moe_layers else (320, 128))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys", "named"),
+    [
+        ("qwen2_moe", {"mlp_only_layers": [0, 1]}, "no layer with experts"),
+        ("qwen2_moe", {"mlp_only_layers": 1}, "mlp_only_layers"),
+        ("qwen2_moe", {"mlp_only_layers": ["0"]}, "mlp_only_layers"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step"),
+        ("qwen3_moe", {"decoder_sparse_step": 3}, "no layer with experts"),
+        ("glm4_moe", {"first_k_dense_replace": 2}, "no layer with experts"),
+        ("glm4_moe", {"first_k_dense_replace": -1}, "first_k_dense_replace"),
+    ],
+)
+def test_layers_without_experts_that_make_no_sense_are_refused(
+    model_type: str, keys: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(CheckpointError, match=named):
+        family(model_type).shape(config(model_type, **keys))
+
+
+SIGMOID = ["deepseek_v3", "glm4_moe"]
+
+
+@pytest.mark.parametrize("model_type", SIGMOID)
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"n_group": 4},
+        {"n_group": 6},
+        {"n_group": 2, "topk_group": 3},
+        {"n_group": 3, "topk_group": 1, "num_experts_per_tok": 3},
+    ],
+)
+def test_groups_that_do_not_fit_the_experts_are_refused(
+    model_type: str, keys: dict[str, int]
+) -> None:
+    with pytest.raises(CheckpointError, match="sets n_group to"):
+        family(model_type).shape(config(model_type, **keys))
+
+
+@pytest.mark.parametrize("model_type", SIGMOID)
+@pytest.mark.parametrize("key", ["scoring_func", "topk_method"])
+def test_other_rules_of_a_sigmoid_router_are_refused(model_type: str, key: str) -> None:
+    with pytest.raises(CheckpointError, match=f"sets {key} to 'softmax'"):
+        family(model_type).shape(config(model_type, **{key: "softmax"}))
+
+
+@pytest.mark.parametrize("model_type", SIGMOID)
+def test_layers_that_predict_further_tokens_are_ignored(model_type: str) -> None:
+    found = config(model_type, num_nextn_predict_layers=2)
+    patterns = family(model_type).tensor_map(found).ignored
+    names = {
+        f"layers.{layer}.eh_proj.weight": any(
+            re.fullmatch(p, f"layers.{layer}.eh_proj.weight") for p in patterns
+        )
+        for layer in range(5)
+    }
+    assert list(names.values()) == [False, False, True, True, False]
+
+
+@pytest.mark.parametrize("value", [0.0, 1.5, 0.1])
+def test_a_part_of_a_head_that_cannot_be_rotated_is_refused(value: float) -> None:
+    with pytest.raises(CheckpointError, match="partial_rotary_factor"):
+        family("glm4_moe").shape(config("glm4_moe", partial_rotary_factor=value))
+
+
+def test_the_rotated_part_may_stand_with_the_other_rotary_parameters() -> None:
+    keys = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
+    found = config("glm4_moe", rope_parameters=keys)
+    assert rotary_dim(found, 32, 0.5) == 8
+    assert rotary_dim(config("glm4_moe"), 32, 1.0) == 16
+
+
+def test_a_position_of_latent_attention_keeps_one_latent_and_one_key() -> None:
+    found = config("deepseek_v3", kv_lora_rank=512, qk_rope_head_dim=64, num_attention_heads=128)
+    assert family("deepseek_v3").shape(found).kv_spec(4096) == KVSpec(1, 576, 4096, latent_dim=512)
+
+
+def test_queries_of_latent_attention_may_come_without_a_low_rank() -> None:
+    wanted = family("deepseek_v3").tensor_map(config("deepseek_v3", q_lora_rank=None))
+    shapes = {entry.name: entry.shape for entry in wanted.resident}
+    assert shapes["layers.0.self_attn.q_proj"] == (4 * (64 + 16), 128)
+    assert not any("q_a" in name or "q_b" in name for name in shapes)
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"rope_interleave": False}, "rope_interleave to False; expected true"),
+        ({"qk_rope_head_dim": 15}, "qk_rope_head_dim to 15"),
+        ({"kv_lora_rank": None}, "lacks kv_lora_rank"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq"),
+    ],
+)
+def test_latent_attention_of_another_kind_is_refused(keys: dict[str, Any], named: str) -> None:
+    with pytest.raises(CheckpointError, match=named):
+        family("deepseek_v3").shape(config("deepseek_v3", **keys))
+
+
+DELTA = ["qwen3_5_moe", "qwen3_next"]
 
 
 @pytest.mark.parametrize("model_type", DELTA)
@@ -153,13 +295,6 @@ def test_layers_are_of_the_kinds_that_the_config_names(model_type: str) -> None:
     assert family(model_type).shape(named).delta_layers == (1, 2)
     usual = config(model_type, num_hidden_layers=8, full_attention_interval=None)
     assert family(model_type).shape(usual).delta_layers == (0, 1, 2, 4, 5, 6)
-
-
-def test_the_rotary_share_may_stand_among_the_rope_parameters() -> None:
-    parameters = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.5}
-    model = qwen3_next.describe(config("qwen3_next", rope_parameters=parameters))
-    assert (model.rotary_dim, model.rope_theta) == (16, 1e7)
-    assert qwen3_next.describe(config("qwen3_next")).rotary_dim == 8
 
 
 @pytest.mark.parametrize("dense", [False, True])

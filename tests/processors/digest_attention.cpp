@@ -2,12 +2,13 @@
 #include <optional>
 #include <string>
 
-#include "attention_blocks.h"
+#include "latent_block.h"
 #include "digest.h"
 
 namespace digest {
 
 using aegis::kernels;
+using aegis::RouterRule;
 
 namespace {
 
@@ -114,7 +115,7 @@ void attention_case(aegis::Pool& pool, AttentionShape shape) {
   const int64_t nbytes = static_cast<int64_t>(scratch.size()) * 4;
   const aegis::AttentionBlock block(pool, spec, aegis::Scratch(scratch.data(), nbytes));
   const aegis::KVView view{cache.data(), cache.data() + shape.kv_heads * context * shape.dim, context,
-                           shape.kv_heads, shape.dim};
+                           shape.kv_heads, shape.dim, shape.dim};
   {
     const Foreign environment;
     int64_t start = 0;
@@ -131,26 +132,75 @@ void attention_case(aegis::Pool& pool, AttentionShape shape) {
          digest);
 }
 
+struct LatentShape {
+  int64_t heads, rank, nope, rope, value, low;
+};
+
+void latent_case(aegis::Pool& pool, const LatentShape& s) {
+  Random random(static_cast<uint64_t>(700 + s.rank + s.heads));
+  constexpr int64_t hidden = 192, context = 300;
+  const int64_t queries = s.heads * (s.nope + s.rope), key = s.rank + s.rope;
+  const std::vector<float> norm = numbers(random, hidden), kv_norm = numbers(random, s.rank);
+  const std::vector<float> q_norm = numbers(random, s.low ? s.low : 1);
+  const Weight q(random, s.low ? s.low : queries, hidden, Kind::affine4, DType::bf16);
+  const Weight q_b(random, queries, s.low ? s.low : 64, Kind::affine8, DType::bf16);
+  const Weight kv(random, key, hidden, Kind::affine4, DType::bf16);
+  const Weight embed(random, s.heads * s.rank, s.nope, Kind::affine4, DType::bf16);
+  const Weight unembed(random, s.heads * s.value, s.rank, Kind::affine3, DType::f16);
+  const Weight o(random, hidden, s.heads * s.value, Kind::affine4, DType::bf16);
+  aegis::LatentBlock::Spec spec{hidden, s.heads, s.rank, s.nope, s.rope, s.value,
+                                context, context, 1e-5f, 1e-6f, numbers(random, s.rope / 2), 0.1f,
+                                1.2f, norm.data(), q.desc, s.low ? q_norm.data() : nullptr,
+                                q_b.desc, kv.desc, kv_norm.data(), embed.desc, unembed.desc,
+                                o.desc};
+  std::vector<float> x = numbers(random, context * hidden), scratch(2 << 20);
+  std::vector<float> cache(static_cast<size_t>((key + s.rank) * 304), -1e30f);
+  const aegis::LatentBlock block(pool, spec, aegis::Scratch(scratch.data(), int64_t{4} << 21));
+  const aegis::KVView view{cache.data(), cache.data() + key * 304, 304, 1, key, s.rank};
+  {
+    const Foreign environment;
+    int64_t start = 0;
+    for (int64_t tokens : {1, 7, 150, 97, 1, 1, 15}) {
+      block.run(x.data() + start * hidden, tokens, view, start);
+      start += tokens;
+    }
+  }
+  Digest digest;
+  digest.add(x.data(), context * hidden);
+  report("latent attention " + std::to_string(s.heads) + " " + std::to_string(s.rank), digest);
+}
+
+struct Choice {
+  const char* name;
+  RouterRule rule;
+};
+constexpr Choice kChoices[] = {{" plain ", {}},
+                               {" normalised ", {true}},
+                               {" sigmoid ", {true, true, nullptr, 1, 1, 2.5f}},
+                               {" grouped ", {false, true, nullptr, 5, 3, 1.0f}}};
+
 void choice_cases() {
   Random random(9);
   for (int n : {1, 10, 60, 128, 130})
     for (Range range : {Range::ordinary, Range::tiny, Range::edges})
-      for (bool normalise : {false, true}) {
+      for (const Choice& choice : kChoices) {
+        if (n % choice.rule.groups) continue;
         std::vector<float> logits = numbers(random, n, range);
         for (int i = 1; i < n; i += 3) logits[i] = logits[i - 1];  // ties
         const int k = n < 6 ? n : 6;
         std::vector<int32_t> ids(6), best(6);
-        std::vector<float> weights(6);
+        std::vector<float> weights(6), correction = numbers(random, n, Range::ordinary);
+        RouterRule rule = choice.rule;
+        if (rule.sigmoid) rule.correction = correction.data();
         kernels_only([&] {
-          kernels().attention.route(logits.data(), n, k, normalise, ids.data(), weights.data());
-          kernels().attention.largest(logits.data(), n, k, best.data());
+          kernels().attention.route(logits.data(), n, k, rule, ids.data(), weights.data());
+          kernels().attention.best(logits.data(), n, k, rule, best.data());
         });
         Digest digest;
         digest.add(ids.data(), k);
         digest.add(best.data(), k);
         digest.add(weights.data(), k);
-        report("choice " + std::to_string(n) + (normalise ? " normalised " : " plain ") + name_of(range),
-               digest);
+        report("choice " + std::to_string(n) + choice.name + name_of(range), digest);
       }
 }
 
@@ -165,6 +215,30 @@ void attention_cases(aegis::Pool& pool) {
         {4, 4, 16, true}, {6, 2, 32, true, true}, {2, 1, 128, true, true},
         {8, 2, 16, false, false, true}, {2, 1, 128, true, true, true}})
     attention_case(pool, shape);
+  for (LatentShape shape : {LatentShape{4, 64, 64, 32, 32, 128}, {9, 192, 64, 16, 64, 0}})
+    latent_case(pool, shape);
+}
+
+void mlp_cases(aegis::Pool& pool) {
+  constexpr int64_t hidden = 192, inner = 320, rows = 40;
+  Random random(12);
+  const std::vector<float> norm = numbers(random, hidden);
+  const Weight gate(random, inner, hidden, Kind::affine4, DType::bf16);
+  const Weight up(random, inner, hidden, Kind::affine8, DType::bf16);
+  const Weight down(random, hidden, inner, Kind::dense, DType::f16);
+  std::vector<float> scratch(1 << 17);
+  for (int64_t tokens : {int64_t{1}, int64_t{5}, rows}) {
+    std::vector<float> x = numbers(random, tokens * hidden);
+    const aegis::MlpBlock block(pool, {rows, 1e-6f, norm.data(), gate.desc, up.desc, down.desc},
+                                aegis::Scratch(scratch.data(), int64_t{4} << 17));
+    {
+      const Foreign environment;
+      block.run(x.data(), tokens);
+    }
+    Digest digest;
+    digest.add(x.data(), tokens * hidden);
+    report("mlp " + std::to_string(tokens), digest);
+  }
 }
 
 void router_cases(aegis::Pool& pool) {
@@ -181,9 +255,9 @@ void router_cases(aegis::Pool& pool) {
     const std::vector<float> x = numbers(random, tokens * hidden);
     std::vector<float> normed(x.size()), weights(static_cast<size_t>(tokens * k));
     std::vector<int32_t> experts(weights.size()), guess(36);
-    const aegis::RouterBlock::Layer layer{norm.data(), gate.desc, 1e-6f, k};
+    const aegis::RouterBlock::Layer layer{norm.data(), gate.desc, 1e-6f, k, {true}};
     const aegis::RouterBlock::Layer following{norm.data(), next.desc, 1e-5f, k};
-    const aegis::RouterBlock block(pool, hidden, rows, true, layer, following,
+    const aegis::RouterBlock block(pool, hidden, rows, layer, following,
                                    {normed.data(), experts.data(), weights.data(), guess.data()},
                                    aegis::Scratch(scratch.data(), nbytes));
     int guessed;

@@ -87,6 +87,7 @@ int main(int argc, char** argv) {
   table_cases();
   attention_cases(*pool);
   delta_cases(*pool);
+  mlp_cases(*pool);
   router_cases(*pool);
   experts_cases(*pool);
   crc_cases();

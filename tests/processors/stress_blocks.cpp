@@ -5,10 +5,10 @@
 #include <cstdio>
 #include <vector>
 
-#include "attention_blocks.h"
 #include "delta_block.h"
 #include "experts.h"
 #include "kernel_table.h"
+#include "latent_block.h"
 
 namespace aegis {
 
@@ -72,27 +72,28 @@ float touch_cache(const AttentionUnit& unit) {
   for (int64_t p = 0; p < positions; ++p)
     for (int64_t d = 0; d < unit.dim; ++d)
       sum += unit.keys[(p / kKeyLanes * unit.dim + d) * kKeyLanes + p % kKeyLanes];
-  return sum + touch(unit.values, positions * unit.dim);
+  return sum + touch(unit.values, positions * unit.value_dim);
 }
 void attend(const AttentionUnit& unit) {
   const float seen = touch_cache(unit);
   for (int row = 0; row < unit.rows; ++row)
-    fill(unit.out + row * unit.ld_out, unit.heads * unit.dim,
-         seen + touch(unit.q + row * unit.ld_q, unit.heads * unit.dim));
+    for (int head = 0; head < unit.heads; ++head)
+      fill(unit.out + row * unit.ld_out + head * unit.out_step, unit.value_dim,
+           seen + touch(unit.q + row * unit.ld_q + head * unit.dim, unit.dim));
 }
 void attend_block(const AttentionUnit& unit, int64_t, float* partials, int64_t ld_partial) {
   const float seen = touch_cache(unit) + touch(unit.q, unit.heads * unit.dim);
   for (int head = 0; head < unit.heads; ++head)
-    fill(partials + head * ld_partial, unit.dim + kPartialHead, seen);
+    fill(partials + head * ld_partial, unit.value_dim + kPartialHead, seen);
 }
 void merge_blocks(const float* partials, int64_t blocks, int64_t dim, float* out) {
   fill(out, dim, touch(partials, blocks * (dim + kPartialHead)));
 }
-void route(const float* logits, int n, int k, bool, int32_t* ids, float* weights) {
+void route(const float* logits, int n, int k, const RouterRule&, int32_t* ids, float* weights) {
   fill(weights, k, touch(logits, n));
   for (int i = 0; i < k; ++i) ids[i] = i;
 }
-void largest(const float* logits, int n, int k, int32_t* ids) {
+void best(const float* logits, int n, int k, const RouterRule&, int32_t* ids) {
   const bool first = touch(logits, n) < 0;
   for (int i = 0; i < k; ++i) ids[i] = first ? n - 1 - i : i;
 }
@@ -150,7 +151,7 @@ const KernelTable& table_scalar() {
     blocks.attend_block = attend_block;
     blocks.merge_blocks = merge_blocks;
     blocks.route = route;
-    blocks.largest = largest;
+    blocks.best = best;
     made.delta = {convolve, to_unit, gates, recur, gated_norm, sigmoid_mul};
     return made;
   }();
@@ -214,7 +215,7 @@ void stress_attention(Pool& pool, AttentionMemory& memory) {
   spec.k = spec.v = desc(kv_heads * dim, kHidden);
   const AttentionBlock block(pool, spec, Scratch(memory.scratch.data(), int64_t{4} << 20));
   float* keys = memory.cache.data();
-  const KVView view{keys, keys + kv_heads * context * dim, context, kv_heads, dim};
+  const KVView view{keys, keys + kv_heads * context * dim, context, kv_heads, dim, dim};
   int64_t start = 0;
   for (int64_t tokens : {int64_t{17}, int64_t{1}, int64_t{30}, int64_t{1}}) {
     block.run(memory.x.data(), tokens, view, start);
@@ -238,11 +239,35 @@ void stress_delta(Pool& pool, AttentionMemory& memory) {
     block.run(memory.x.data(), tokens, state);
 }
 
+void stress_latent(Pool& pool, AttentionMemory& memory) {
+  constexpr int64_t heads = 4, rank = 64, nope = 64, rope = 16, value = 32, low = 64, context = 64;
+  LatentBlock::Spec spec{kHidden, heads, rank, nope, rope, value, kMost, context, 1e-6f, 1e-6f,
+                         std::vector<float>(rope / 2), 0.1f, 1.0f, memory.norm.data(),
+                         desc(low, kHidden), memory.norm.data(), desc(heads * (nope + rope), low),
+                         desc(rank + rope, kHidden), memory.norm.data(), desc(heads * rank, nope),
+                         desc(heads * value, rank), desc(kHidden, heads * value)};
+  const LatentBlock block(pool, spec, Scratch(memory.scratch.data(), int64_t{4} << 20));
+  float* keys = memory.cache.data();
+  const KVView view{keys, keys + context * (rank + rope), context, 1, rank + rope, rank};
+  int64_t start = 0;
+  for (int64_t tokens : {int64_t{17}, int64_t{1}, int64_t{30}, int64_t{1}}) {
+    block.run(memory.x.data(), tokens, view, start);
+    start += tokens;
+  }
+}
+
+void stress_mlp(Pool& pool, AttentionMemory& memory, int64_t tokens) {
+  const MlpBlock::Spec spec{kMost, 1e-6f, memory.norm.data(), desc(kInner, kHidden),
+                            desc(kInner, kHidden), desc(kHidden, kInner)};
+  const MlpBlock block(pool, spec, Scratch(memory.scratch.data(), int64_t{4} << 20));
+  block.run(memory.x.data(), tokens);
+}
+
 void stress_router_and_head(Pool& pool, AttentionMemory& memory, int64_t tokens) {
   const RouterBlock::Layer layer{memory.norm.data(), desc(512, kHidden), 1e-6f, kChoices};
   std::vector<float> normed(kMost * kHidden), weights(kMost * kChoices), logits(kMost * 1000);
   std::vector<int32_t> experts(kMost * kChoices), guess(512);
-  const RouterBlock router(pool, kHidden, kMost, true, layer, layer,
+  const RouterBlock router(pool, kHidden, kMost, layer, layer,
                            {normed.data(), experts.data(), weights.data(), guess.data()},
                            Scratch(memory.scratch.data(), int64_t{4} << 20));
   router.run(memory.x.data(), tokens, 6);
@@ -262,6 +287,8 @@ int main() {
         stress_experts(pool, tokens);
         stress_attention(pool, memory);
         stress_delta(pool, memory);
+        stress_latent(pool, memory);
+        stress_mlp(pool, memory, tokens);
         stress_router_and_head(pool, memory, tokens);
       }
   }

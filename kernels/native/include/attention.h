@@ -13,40 +13,56 @@ namespace aegis {
 constexpr int64_t kPositionBlock = 256;
 constexpr int64_t kKeyLanes = 16;
 constexpr int kTileQueries = 8;    // queries that share the loads of keys and values
-constexpr int kUnitQueries = 32;   // queries of one unit of work
+constexpr int kUnitQueries = 32;   // queries of one unit of work,
+constexpr int kUnitFloats = 8192;  // and numbers of these
 constexpr int64_t kMaxHeadDim = 256;
+constexpr int64_t kMaxKeyDim = 576;    // where values are of another width
+constexpr int64_t kMaxValueDim = 512;
 
-// Keys [kv_head][position / 16][dim][16] and values [kv_head][position][dim] of one layer.
+// Keys [kv_head][position / 16][dim][16] and values [kv_head][position][value_dim] of one layer.
 struct KVView {
   float* keys;
   float* values;
   int64_t positions;  // a multiple of 16
   int64_t kv_heads;
   int64_t dim;
+  int64_t value_dim;
 
   float* head_keys(int64_t head) const { return keys + head * positions * dim; }
-  float* head_values(int64_t head) const { return values + head * positions * dim; }
+  float* head_values(int64_t head) const { return values + head * positions * value_dim; }
 };
 
 // Some query rows of some heads that share one kv head: row r at absolute position first + r,
-// head h at q + r * ld_q + h * q_stride, already rotated and scaled; its output at
-// out + r * ld_out + h * dim.
+// head h at q + r * ld_q + h * q_step, already rotated and scaled. Its output, value_dim numbers at
+// out + r * ld_out + h * out_step, may lie in the place of the queries.
 struct AttentionUnit {
   const float* q;
   int64_t ld_q;
-  int64_t q_stride;
+  int64_t q_step;
   float* out;
   int64_t ld_out;
+  int64_t out_step;
   const float* keys;
   const float* values;
   int64_t dim;
+  int64_t value_dim;
   int64_t first;
   int rows;
-  int heads;  // rows * heads <= kUnitQueries
+  int heads;  // rows * heads <= kUnitQueries, and times dim <= kUnitFloats
 };
 
 // A partial result: maximum, sum, and from kPartialHead on the weighted values.
 constexpr int64_t kPartialHead = 16;
+
+// How a router's logits become a choice and mixing weights.
+struct RouterRule {
+  bool normalise = false;
+  bool sigmoid = false;               // of each logit; else softmax over all
+  const float* correction = nullptr;  // [n], added to sigmoids for the choice alone; or null
+  int groups = 1;                     // equal ones; experts outside of the `kept` best, by the sum
+  int kept = 1;                       // of their two best, are not chosen: sigmoid only
+  float scaling = 1.0f;
+};
 
 enum class Elementwise : int { exp, sigmoid, silu, softplus, sin, cos };
 
@@ -67,12 +83,13 @@ struct AttentionTable {
   // partials + h * ld_partial.
   void (*attend_block)(const AttentionUnit& unit, int64_t block, float* partials,
                        int64_t ld_partial);
-  // Merges the `blocks` partials of a head (each dim + kPartialHead floats) in order.
-  void (*merge_blocks)(const float* partials, int64_t blocks, int64_t dim, float* out);
-  // Softmax over n logits, the k most probable (ties: lower id) in ascending id order.
-  void (*route)(const float* logits, int n, int k, bool normalise, int32_t* ids, float* weights);
-  // The k largest logits, best first (ties: lower id; NaN last).
-  void (*largest)(const float* logits, int n, int k, int32_t* ids);
+  // Merges the `blocks` partials of a head (each value_dim + kPartialHead floats) in order.
+  void (*merge_blocks)(const float* partials, int64_t blocks, int64_t value_dim, float* out);
+  // The k that the rule chooses of n (ties: lower id) in ascending id order, and their weights.
+  void (*route)(const float* logits, int n, int k, const RouterRule& rule, int32_t* ids,
+                float* weights);
+  // The same k, or more of them, best first (NaN last).
+  void (*best)(const float* logits, int n, int k, const RouterRule& rule, int32_t* ids);
   // Row `lane` of a 16-row block of a table, dequantised.
   void (*table_row)(const LinearDesc& format, const uint8_t* row_block, int lane, float* out);
 };

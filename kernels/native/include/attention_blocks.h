@@ -5,6 +5,7 @@
 #include <optional>
 #include <vector>
 
+#include "attend.h"
 #include "kernel_table.h"
 
 namespace aegis {
@@ -51,7 +52,8 @@ class AttentionBlock {
   int64_t hidden() const { return spec_.hidden; }
   int64_t max_positions() const { return blocks_ * kPositionBlock; }
   bool fits(const KVView& cache) const {
-    return cache.kv_heads == spec_.kv_heads && cache.dim == spec_.dim;
+    return cache.kv_heads == spec_.kv_heads && cache.dim == spec_.dim &&
+           cache.value_dim == spec_.dim;
   }
   // x [tokens, hidden], contiguous, at positions start..; in place.
   void run(float* x, int64_t tokens, const KVView& cache, int64_t start) const;
@@ -63,8 +65,8 @@ class AttentionBlock {
   void norm_projections(Team& team, const Call& call) const;
   void place(Team& team, const Call& call) const;
   void place_head(const Call& call, int64_t row, int64_t head) const;
-  void attend_rows(Team& team, const Call& call) const;
   void attend_one(Team& team, const Call& call) const;
+  Attended attended() const;
   void gate_head(int64_t row, int64_t head) const;
   void sum_rows(Team& team, const Call& call) const;
   void finish(Team& team, const Call& call) const;
@@ -83,6 +85,34 @@ class AttentionBlock {
   float *wide_, *sums_, *q_, *k_, *v_, *angles_, *partials_;
 };
 
+// x += residual * down(silu(gate) * up) of normed rows, in a layer without experts. The last sum is
+// fma(residual, out, x).
+class MlpBlock {
+ public:
+  struct Spec {
+    int64_t max_tokens;
+    float eps;
+    const float* norm;
+    LinearDesc gate, up, down;
+    float residual = 1.0f;
+  };
+
+  MlpBlock(Pool& pool, const Spec& spec, Scratch scratch);
+
+  int64_t hidden() const { return spec_.gate.in_features; }
+  // x [tokens, hidden], contiguous; in place.
+  void run(float* x, int64_t tokens) const;
+
+ private:
+  void run_tile(Team& team, float* x, int64_t tokens) const;
+  int64_t inner() const { return spec_.gate.rows; }
+
+  Pool& pool_;
+  Spec spec_;
+  int64_t rows_;  // of one tile
+  float *normed_, *sums_, *gate_, *up_, *act_sums_;
+};
+
 // Norm, router, top-k; and the same of the next layer, as a guess.
 class RouterBlock {
  public:
@@ -91,6 +121,7 @@ class RouterBlock {
     LinearDesc gate;
     float eps;
     int k;
+    RouterRule rule = {};
   };
   struct Outputs {
     float* normed;
@@ -99,7 +130,7 @@ class RouterBlock {
     int32_t* guess;
   };
 
-  RouterBlock(Pool& pool, int64_t hidden, int64_t max_tokens, bool normalise, Layer layer,
+  RouterBlock(Pool& pool, int64_t hidden, int64_t max_tokens, Layer layer,
               std::optional<Layer> next, Outputs outputs, Scratch scratch);
 
   int64_t hidden() const { return hidden_; }
@@ -118,7 +149,6 @@ class RouterBlock {
 
   Pool& pool_;
   int64_t hidden_, max_tokens_, rows_;
-  bool normalise_;
   Layer layer_;
   std::optional<Layer> next_;
   Outputs out_;

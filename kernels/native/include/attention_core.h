@@ -22,9 +22,13 @@ constexpr int kValueRegisters = 4;
 // meanwhile, they fit the first-level cache.
 constexpr int64_t kRunFloats = 2048;
 
+// Of one query in a block: 16 more than there may be, so that rows do not fall into the same cache
+// sets.
+constexpr int64_t kValueRow = kMaxValueDim + 16;
+
 struct Block {
   float scores[kTileQueries * kPositionBlock];  // [query][position]
-  float values[kTileQueries * kMaxHeadDim];     // [query][dim]
+  float values[kTileQueries * kValueRow];       // [query][value_dim]
   float maximum[kTileQueries];
   float sum[kTileQueries];
 };
@@ -121,7 +125,7 @@ AEGIS_INLINE void mix_tile(const float* weights, const float* values, int64_t di
 #pragma GCC unroll 8
   for (int i = 0; i < NQ; ++i)
 #pragma GCC unroll 16
-    for (int c = 0; c < NC; ++c) acc[i][c] = load(out + i * kMaxHeadDim + 16 * c);
+    for (int c = 0; c < NC; ++c) acc[i][c] = load(out + i * kValueRow + 16 * c);
   for (int p = 0; p < count; ++p) {
     f32x16 value[NC];
 #pragma GCC unroll 16
@@ -139,7 +143,7 @@ AEGIS_INLINE void mix_tile(const float* weights, const float* values, int64_t di
 #pragma GCC unroll 8
   for (int i = 0; i < NQ; ++i)
 #pragma GCC unroll 16
-    for (int c = 0; c < NC; ++c) store(out + i * kMaxHeadDim + 16 * c, acc[i][c]);
+    for (int c = 0; c < NC; ++c) store(out + i * kValueRow + 16 * c, acc[i][c]);
 }
 
 // All channels from c on that NC vectors fit into; then the rest with fewer vectors.
@@ -180,7 +184,7 @@ static void mix(int count, const float* weights, const float* values, int64_t di
     }
     count -= n;
     weights += n * kPositionBlock;
-    out += n * kMaxHeadDim;
+    out += n * kValueRow;
   }
 }
 
@@ -198,15 +202,16 @@ static void run_block(const AttentionUnit& unit, const float* q, int count,
   for (int i = 0; i < count; ++i)
     soften(block.scores + i * kPositionBlock, visible[i], &block.maximum[i], &block.sum[i]);
 
+  const int64_t dim = unit.value_dim;
   for (int i = 0; i < count; ++i)
-    for (int64_t c = 0; c < unit.dim; c += 16) store(block.values + i * kMaxHeadDim + c, zero());
-  const float* values = unit.values + base * unit.dim;
-  mix(count, block.scores, values, unit.dim, 0, visible[0], block.values);
+    for (int64_t c = 0; c < dim; c += 16) store(block.values + i * kValueRow + c, zero());
+  const float* values = unit.values + base * dim;
+  mix(count, block.scores, values, dim, 0, visible[0], block.values);
   // Rows of a tile end at different positions; a row never multiplies a value past its own.
   for (int i = 1; i < count; ++i)
     if (visible[i] > visible[0])
-      mix_queries<1>(block.scores + i * kPositionBlock, values, unit.dim, visible[0], visible[i],
-                     block.values + i * kMaxHeadDim);
+      mix_queries<1>(block.scores + i * kPositionBlock, values, dim, visible[0], visible[i],
+                     block.values + i * kValueRow);
 }
 
 // Adds a block's result to the running one: both are brought to the larger maximum.
@@ -228,14 +233,19 @@ AEGIS_INLINE void scale_row(float* out, float factor, int64_t dim) {
 // q[tile][dim][kTileQueries]: what a tile broadcasts lies in one stream.
 static void pack_queries(const AttentionUnit& unit, float* packed) {
   for (int i = 0; i < unit.rows * unit.heads; ++i) {
-    const float* q = unit.q + i / unit.heads * unit.ld_q + i % unit.heads * unit.q_stride;
+    const float* q = unit.q + i / unit.heads * unit.ld_q + i % unit.heads * unit.q_step;
     float* to = packed + i / kTileQueries * kTileQueries * unit.dim + i % kTileQueries;
     for (int64_t d = 0; d < unit.dim; ++d) to[d * kTileQueries] = q[d];
   }
 }
 
+// Where the i-th of a unit's queries has its result.
+AEGIS_INLINE float* output_of(const AttentionUnit& unit, int i) {
+  return unit.out + i / unit.heads * unit.ld_out + i % unit.heads * unit.out_step;
+}
+
 static void attend(const AttentionUnit& unit) {
-  float packed[kUnitQueries * kMaxHeadDim];
+  float packed[kUnitFloats];
   float maximum[kUnitQueries], sum[kUnitQueries];
   int64_t positions[kUnitQueries];
   Block block;
@@ -252,26 +262,24 @@ static void attend(const AttentionUnit& unit) {
       const float* q = packed + tile * unit.dim + (begin - tile);
       run_block(unit, q, end - begin, positions + begin, base, block);
       for (int i = begin; i < end; ++i) {
-        float* out = unit.out + i / unit.heads * unit.ld_out + i % unit.heads * unit.dim;
-        const float* values = block.values + (i - begin) * kMaxHeadDim;
+        float* out = output_of(unit, i);
+        const float* values = block.values + (i - begin) * kValueRow;
         if (base == 0) {
           maximum[i] = block.maximum[i - begin];
           sum[i] = block.sum[i - begin];
-          for (int64_t c = 0; c < unit.dim; c += 16) store(out + c, load(values + c));
+          for (int64_t c = 0; c < unit.value_dim; c += 16) store(out + c, load(values + c));
         } else {
           merge(&maximum[i], &sum[i], out, block.maximum[i - begin], block.sum[i - begin], values,
-                unit.dim);
+                unit.value_dim);
         }
       }
     }
-  for (int i = 0; i < total; ++i)
-    scale_row(unit.out + i / unit.heads * unit.ld_out + i % unit.heads * unit.dim, 1.0f / sum[i],
-              unit.dim);
+  for (int i = 0; i < total; ++i) scale_row(output_of(unit, i), 1.0f / sum[i], unit.value_dim);
 }
 
 static void attend_block(const AttentionUnit& unit, int64_t index, float* partials,
                          int64_t ld_partial) {
-  float packed[kTileQueries * kMaxHeadDim];
+  float packed[kTileQueries * kMaxKeyDim];
   int64_t positions[kTileQueries];
   Block block;
   pack_queries(unit, packed);
@@ -281,8 +289,8 @@ static void attend_block(const AttentionUnit& unit, int64_t index, float* partia
     float* partial = partials + i * ld_partial;
     partial[0] = block.maximum[i];
     partial[1] = block.sum[i];
-    for (int64_t c = 0; c < unit.dim; c += 16)
-      store(partial + kPartialHead + c, load(block.values + i * kMaxHeadDim + c));
+    for (int64_t c = 0; c < unit.value_dim; c += 16)
+      store(partial + kPartialHead + c, load(block.values + i * kValueRow + c));
   }
 }
 

@@ -18,7 +18,7 @@ static inline AttentionTable attention_table() {
   t.attend_block = attend_block;
   t.merge_blocks = merge_blocks;
   t.route = route;
-  t.largest = largest;
+  t.best = best;
   t.table_row = table_row;
   return t;
 }

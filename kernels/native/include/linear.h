@@ -59,6 +59,9 @@ struct LinearJob {
 // Part of a dispatch: all jobs for `tokens` rows, shared over the team; returns when all of it is done.
 void linear_phase(Team& team, const LinearJob* jobs, int count, int64_t tokens);
 
+// Row blocks [begin, end) of a job for `tokens` rows from t0 on, at most kMaxTokens, by the caller.
+void linear_piece(const LinearJob& job, int64_t begin, int64_t end, int64_t t0, int tokens);
+
 // A dispatch of its own; runs on the caller alone where sharing would cost more than it saves.
 void linear(Pool& pool, const LinearJob* jobs, int count, int64_t tokens);
 

@@ -1,4 +1,4 @@
-// Softmax over the experts and the choice of the best.
+// Softmax or sigmoids over the experts, and the choice of the best.
 #pragma once
 
 #include "attention.h"
@@ -43,9 +43,9 @@ AEGIS_INLINE int largest_key(const int32_t* keys, int n) {
   return index;
 }
 
-static void largest(const float* logits, int n, int k, int32_t* ids) {
+static void largest(const float* x, int n, int k, int32_t* ids) {
   int32_t keys[kMaxExperts];
-  order_keys(logits, n, keys);
+  order_keys(x, n, keys);
   for (int i = 0; i < k; ++i) {
     ids[i] = largest_key(keys, n);
     keys[ids[i]] = kTaken;
@@ -72,12 +72,54 @@ static void softmax(const float* logits, int n, float* p) {
   for (int i = 0; i < n; i += 16) store(p + i, div(load(p + i), sum));
 }
 
-static void route(const float* logits, int n, int k, bool normalise, int32_t* ids,
+// Sum of the two largest of n scores.
+AEGIS_INLINE float best_two(const float* scores, int n) {
+  float first = -__builtin_inff(), second = first;
+  for (int i = 0; i < n; ++i) {
+    if (scores[i] > first) {
+      second = first;
+      first = scores[i];
+    } else if (scores[i] > second) {
+      second = scores[i];
+    }
+  }
+  return first + second;
+}
+
+// Lowers the scores of all groups but the best ones below every other.
+static void leave_groups(int n, const RouterRule& rule, float* scores) {
+  const int each = n / rule.groups;
+  float sums[kMaxExperts];
+  int32_t ranked[kMaxExperts];
+  for (int g = 0; g < rule.groups; ++g) sums[g] = best_two(scores + g * each, each);
+  largest(sums, rule.groups, rule.groups, ranked);
+  for (int g = rule.kept; g < rule.groups; ++g)
+    for (int i = 0; i < each; ++i) scores[ranked[g] * each + i] = -__builtin_inff();
+}
+
+// What weights are taken from, and what the largest are chosen of.
+static void score_logits(const float* logits, int n, const RouterRule& rule, float* p,
+                         float* scores) {
+  for (int i = 0; i < n; i += 16) {
+    const f32x16 v = sigmoid(load_first(logits + i, n - i));
+    store(p + i, v);
+    store(scores + i, rule.correction ? add(v, load_first(rule.correction + i, n - i)) : v);
+  }
+  if (rule.kept < rule.groups) leave_groups(n, rule, scores);
+}
+
+static void route(const float* logits, int n, int k, const RouterRule& rule, int32_t* ids,
                   float* weights) {
   float p[kMaxExperts];
   int32_t keys[kMaxExperts];
-  softmax(logits, n, p);
-  order_keys(p, n, keys);
+  if (rule.sigmoid) {
+    float scores[kMaxExperts];
+    score_logits(logits, n, rule, p, scores);
+    order_keys(scores, n, keys);
+  } else {
+    softmax(logits, n, p);
+    order_keys(p, n, keys);
+  }
   for (int i = 0; i < k; ++i) {
     const int id = largest_key(keys, n);
     keys[id] = kTaken;
@@ -87,7 +129,16 @@ static void route(const float* logits, int n, int k, bool normalise, int32_t* id
   }
   float sum = 0.0f;
   for (int i = 0; i < k; ++i) sum = sum + p[ids[i]];
-  for (int i = 0; i < k; ++i) weights[i] = normalise ? p[ids[i]] / sum : p[ids[i]];
+  if (rule.sigmoid) sum = sum + 1e-20f;  // they may all be zero
+  for (int i = 0; i < k; ++i)
+    weights[i] = (rule.normalise ? p[ids[i]] / sum : p[ids[i]]) * rule.scaling;
+}
+
+static void best(const float* logits, int n, int k, const RouterRule& rule, int32_t* ids) {
+  if (!rule.sigmoid) return largest(logits, n, k, ids);
+  float p[kMaxExperts], scores[kMaxExperts];
+  score_logits(logits, n, rule, p, scores);
+  largest(scores, n, k, ids);
 }
 
 }  // namespace aegis::AEGIS_ISA

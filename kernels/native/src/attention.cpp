@@ -9,14 +9,14 @@
 
 namespace aegis {
 
-namespace {
-
-// Query rows of one unit of work: a power of two, so that tiles of eight queries come out even.
-int64_t unit_rows(int64_t heads) {
-  int64_t rows = 1;
-  while (2 * rows * heads <= kUnitQueries) rows *= 2;
-  return rows;
+void check_linear(const char* name, const LinearDesc& w, int64_t rows, int64_t in_features) {
+  if (w.rows == rows && w.in_features == in_features) return;
+  throw std::invalid_argument(std::string(name) + " has shape [" + std::to_string(w.rows) + ", " +
+                              std::to_string(w.in_features) + "] but this layer needs [" +
+                              std::to_string(rows) + ", " + std::to_string(in_features) + "]");
 }
+
+namespace {
 
 void check(const AttentionBlock::Spec& spec) {
   if (spec.dim <= 0 || spec.dim % kKeyLanes || spec.dim > kMaxHeadDim)
@@ -37,13 +37,6 @@ void check(const AttentionBlock::Spec& spec) {
 }
 
 }  // namespace
-
-void check_linear(const char* name, const LinearDesc& w, int64_t rows, int64_t in_features) {
-  if (w.rows == rows && w.in_features == in_features) return;
-  throw std::invalid_argument(std::string(name) + " has shape [" + std::to_string(w.rows) + ", " +
-                              std::to_string(w.in_features) + "] but this layer needs [" +
-                              std::to_string(rows) + ", " + std::to_string(in_features) + "]");
-}
 
 float* Scratch::take(int64_t floats) {
   const int64_t rounded = (floats + 15) / 16 * 16;
@@ -92,7 +85,7 @@ void AttentionBlock::run(float* x, int64_t tokens, const KVView& cache, int64_t 
       if (call.tokens == 1) {
         attend_one(team, call);
       } else {
-        attend_rows(team, call);
+        attend_rows(team, attended(), call.cache, call.start, call.tokens);
         sum_rows(team, call);
       }
       finish(team, call);
@@ -177,70 +170,18 @@ void AttentionBlock::place_head(const Call& call, int64_t row, int64_t head) con
   std::memcpy(call.cache.head_values(head) + position * dim, v, static_cast<size_t>(dim) * 4);
 }
 
-// Many rows: a unit is some rows and the heads that share a kv head, over all their positions.
-void AttentionBlock::attend_rows(Team& team, const Call& call) const {
-  const int64_t heads = std::min<int64_t>(group(), kUnitQueries);
-  const int64_t head_tiles = (group() + heads - 1) / heads;
-  const int64_t rows = unit_rows(heads);
-  const int64_t row_tiles = (call.tokens + rows - 1) / rows;
-  const int64_t per_head = head_tiles * row_tiles;
-  team.each(spec_.kv_heads * per_head, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t item = begin; item < end; ++item) {
-      const int64_t kv_head = item / per_head;
-      const int64_t row = item % row_tiles * rows;
-      const int64_t local = item / row_tiles % head_tiles * heads;
-      const int64_t head = kv_head * group() + local;
-      AttentionUnit unit;
-      unit.q = q_ + row * ld_q() + head * q_stride();
-      unit.ld_q = ld_q();
-      unit.q_stride = q_stride();
-      unit.out = wide_ + row * ld_wide_ + head * spec_.dim;
-      unit.ld_out = ld_wide_;
-      unit.keys = call.cache.head_keys(kv_head);
-      unit.values = call.cache.head_values(kv_head);
-      unit.dim = spec_.dim;
-      unit.first = call.start + row;
-      unit.rows = static_cast<int>(std::min(rows, call.tokens - row));
-      unit.heads = static_cast<int>(std::min(heads, group() - local));
-      kernels().attention.attend(unit);
-    }
-  });
+Attended AttentionBlock::attended() const {
+  return {q_, ld_q(), q_stride(), wide_, ld_wide_, spec_.dim, spec_.heads, partials_};
 }
 
-// One row: a unit is one block of positions, so that a long context keeps every thread busy.
 void AttentionBlock::attend_one(Team& team, const Call& call) const {
-  const AttentionTable& table = kernels().attention;
-  const int64_t heads = std::min<int64_t>(group(), kTileQueries);
-  const int64_t head_tiles = (group() + heads - 1) / heads;
-  const int64_t blocks = call.start / kPositionBlock + 1;
-  const int64_t per_head = head_tiles * blocks;
-  const int64_t ld_partial = blocks * (spec_.dim + kPartialHead);
-  team.each(spec_.kv_heads * per_head, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t item = begin; item < end; ++item) {
-      const int64_t kv_head = item / per_head;
-      const int64_t block = item % blocks;
-      const int64_t local = item / blocks % head_tiles * heads;
-      const int64_t head = kv_head * group() + local;
-      AttentionUnit unit{};
-      unit.q = q_ + head * q_stride();
-      unit.q_stride = q_stride();
-      unit.keys = call.cache.head_keys(kv_head);
-      unit.values = call.cache.head_values(kv_head);
-      unit.dim = spec_.dim;
-      unit.first = call.start;
-      unit.rows = 1;
-      unit.heads = static_cast<int>(std::min(heads, group() - local));
-      float* partials = partials_ + head * ld_partial + block * (spec_.dim + kPartialHead);
-      table.attend_block(unit, block, partials, ld_partial);
-    }
-  });
+  attend_blocks(team, attended(), call.cache, call.start);
   // The sums that o_proj needs run over groups of 64 inputs: as many heads as fill whole groups.
   int64_t together = 1;
   while (together * spec_.dim % kGroup) together *= 2;
   team.each(spec_.heads / together, 1, [&](int64_t begin, int64_t end) {
     for (int64_t head = begin * together; head < end * together; ++head) {
-      table.merge_blocks(partials_ + head * ld_partial, blocks, spec_.dim,
-                         wide_ + head * spec_.dim);
+      merge_head(attended(), call.cache, call.start, head);
       gate_head(0, head);
     }
     const int64_t first = begin * together * spec_.dim;

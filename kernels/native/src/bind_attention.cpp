@@ -11,6 +11,7 @@
 
 #include "attention_blocks.h"
 #include "bind_checks.h"
+#include "latent_block.h"
 
 namespace nb = nanobind;
 using namespace aegis;
@@ -62,7 +63,8 @@ void make_attention(AttentionBlock* self, Pool& pool, int64_t hidden, int64_t he
                             Scratch(at<float>("scratch", scratch), scratch_nbytes));
 }
 
-void run_attention(const AttentionBlock& block, Matrix x, const KVView& cache, int64_t start) {
+template <class Block>
+void run_attention(const Block& block, Matrix x, const KVView& cache, int64_t start) {
   const int64_t tokens = static_cast<int64_t>(x.shape(0));
   check_columns("x", x.shape(1), block.hidden());
   const int64_t limit = std::min(cache.positions, block.max_positions());
@@ -74,20 +76,23 @@ void run_attention(const AttentionBlock& block, Matrix x, const KVView& cache, i
   unlocked(tokens, [&] { block.run(data, tokens, cache, start); });
 }
 
-KVView make_cache(uintptr_t address, int64_t kv_heads, int64_t positions, int64_t dim) {
+KVView make_cache(uintptr_t address, int64_t kv_heads, int64_t positions, int64_t dim,
+                  int64_t value_dim) {
   if (positions % kKeyLanes)
     refuse("a cache of " + std::to_string(positions) + " positions is not a multiple of 16");
   float* keys = at<float>("a KV cache", address);
-  return {keys, keys + kv_heads * positions * dim, positions, kv_heads, dim};
+  return {keys, keys + kv_heads * positions * dim, positions, kv_heads, dim, value_dim};
 }
 
 void bind_attention_block(nb::module_& m) {
   nb::class_<KVView>(m, "KVCache")
       .def("__init__",
-           [](KVView* self, uintptr_t address, int64_t kv_heads, int64_t positions, int64_t dim) {
-             new (self) KVView(make_cache(address, kv_heads, positions, dim));
+           [](KVView* self, uintptr_t address, int64_t kv_heads, int64_t positions, int64_t dim,
+              int64_t value_dim) {
+             new (self) KVView(make_cache(address, kv_heads, positions, dim, value_dim));
            },
-           nb::arg("address"), nb::arg("kv_heads"), nb::arg("positions"), nb::arg("dim"));
+           nb::arg("address"), nb::arg("kv_heads"), nb::arg("positions"), nb::arg("dim"),
+           nb::arg("value_dim"));
   nb::class_<AttentionBlock>(m, "Attention")
       .def("__init__", &make_attention, nb::arg("pool"), nb::arg("hidden"), nb::arg("heads"), nb::arg("kv_heads"),
            nb::arg("dim"), nb::arg("max_tokens"), nb::arg("context"), nb::arg("eps"),
@@ -96,22 +101,75 @@ void bind_attention_block(nb::module_& m) {
            nb::arg("k_norm") = 0, nb::arg("norm_per_head") = false,
            nb::arg("scale") = nb::none(), nb::arg("residual") = 1.0f,
            nb::arg("output_gate") = false, nb::keep_alive<1, 2>())
-      .def("__call__", &run_attention, nb::arg("x").noconvert(), nb::arg("cache"),
+      .def("__call__", &run_attention<AttentionBlock>, nb::arg("x").noconvert(),
+           nb::arg("cache"), nb::arg("start"));
+}
+
+void make_latent(LatentBlock* self, Pool& pool, const std::vector<int64_t>& shape, float eps,
+                 float lora_eps, std::vector<float> inv_freq, float scale, float rotary_scale,
+                 const std::vector<uintptr_t>& norms, const std::vector<LinearDesc>& linears,
+                 uintptr_t scratch, int64_t scratch_nbytes) {
+  if (shape.size() != 8 || norms.size() != 3 || linears.size() != 6)
+    refuse("a latent attention has 8 sizes, 3 norms and 6 linears");
+  LatentBlock::Spec spec{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6],
+                         shape[7], eps, lora_eps, std::move(inv_freq), scale, rotary_scale,
+                         at<const float>("a norm", norms[0]), linears[0], nullptr, linears[1],
+                         linears[2], at<const float>("a norm of latents", norms[1]), linears[3],
+                         linears[4], linears[5]};
+  if (norms[2]) spec.q_norm = at<const float>("a query norm", norms[2]);
+  new (self) LatentBlock(pool, std::move(spec),
+                         Scratch(at<float>("scratch", scratch), scratch_nbytes));
+}
+
+void bind_latent_block(nb::module_& m) {
+  nb::class_<LatentBlock>(m, "LatentAttention")
+      .def("__init__", &make_latent, nb::arg("pool"), nb::arg("shape"), nb::arg("eps"),
+           nb::arg("lora_eps"), nb::arg("inv_freq"), nb::arg("scale"), nb::arg("rotary_scale"),
+           nb::arg("norms"), nb::arg("linears"), nb::arg("scratch"), nb::arg("scratch_nbytes"),
+           nb::keep_alive<1, 2>())
+      .def("__call__", &run_attention<LatentBlock>, nb::arg("x").noconvert(), nb::arg("cache"),
            nb::arg("start"));
 }
 
-RouterBlock::Layer make_layer(uintptr_t norm, const LinearDesc& gate, float eps, int k) {
-  return {at<const float>("a norm", norm), gate, eps, k};
+void make_mlp(MlpBlock* self, Pool& pool, int64_t max_tokens, float eps, uintptr_t norm,
+              const LinearDesc& gate, const LinearDesc& up, const LinearDesc& down,
+              uintptr_t scratch, int64_t scratch_nbytes, float residual) {
+  const MlpBlock::Spec spec{max_tokens, eps, at<const float>("a norm", norm), gate, up, down,
+                            residual};
+  new (self) MlpBlock(pool, spec, Scratch(at<float>("scratch", scratch), scratch_nbytes));
 }
 
-void make_router(RouterBlock* self, Pool& pool, int64_t hidden, int64_t max_tokens, bool normalise,
+void run_mlp(const MlpBlock& block, Matrix x) {
+  const int64_t tokens = static_cast<int64_t>(x.shape(0));
+  check_columns("x", x.shape(1), block.hidden());
+  float* data = data_of("x", x);
+  unlocked(tokens, [&] { block.run(data, tokens); });
+}
+
+void bind_mlp_block(nb::module_& m) {
+  nb::class_<MlpBlock>(m, "Mlp")
+      .def("__init__", &make_mlp, nb::arg("pool"), nb::arg("max_tokens"), nb::arg("eps"),
+           nb::arg("norm"), nb::arg("gate"), nb::arg("up"), nb::arg("down"), nb::arg("scratch"),
+           nb::arg("scratch_nbytes"), nb::arg("residual") = 1.0f, nb::keep_alive<1, 2>())
+      .def("__call__", &run_mlp, nb::arg("x").noconvert());
+}
+
+void make_layer(RouterBlock::Layer* self, uintptr_t norm, const LinearDesc& gate, float eps, int k,
+                bool normalise, bool sigmoid, uintptr_t correction, int groups, int kept,
+                float scaling) {
+  const float* added = correction ? at<const float>("a correction", correction) : nullptr;
+  new (self) RouterBlock::Layer{at<const float>("a norm", norm), gate, eps, k,
+                                {normalise, sigmoid, added, groups, kept, scaling}};
+}
+
+void make_router(RouterBlock* self, Pool& pool, int64_t hidden, int64_t max_tokens,
                  const RouterBlock::Layer& layer, std::optional<RouterBlock::Layer> next,
                  uintptr_t normed, uintptr_t experts, uintptr_t weights, uintptr_t guess,
                  uintptr_t scratch, int64_t scratch_nbytes) {
   const RouterBlock::Outputs outputs{
       at<float>("normed", normed), at<int32_t>("experts", experts), at<float>("weights", weights),
       at<int32_t>("guess", guess)};
-  new (self) RouterBlock(pool, hidden, max_tokens, normalise, layer, next, outputs,
+  new (self) RouterBlock(pool, hidden, max_tokens, layer, next, outputs,
                          Scratch(at<float>("scratch", scratch), scratch_nbytes));
 }
 
@@ -129,14 +187,13 @@ int run_router(const RouterBlock& block, Input x, int candidates) {
 
 void bind_router_block(nb::module_& m) {
   nb::class_<RouterBlock::Layer>(m, "RouterLayer")
-      .def("__init__",
-           [](RouterBlock::Layer* self, uintptr_t norm, const LinearDesc& gate, float eps, int k) {
-             new (self) RouterBlock::Layer(make_layer(norm, gate, eps, k));
-           },
-           nb::arg("norm"), nb::arg("gate"), nb::arg("eps"), nb::arg("k"));
+      .def("__init__", &make_layer, nb::arg("norm"), nb::arg("gate"), nb::arg("eps"),
+           nb::arg("k"), nb::arg("normalise"), nb::arg("sigmoid") = false,
+           nb::arg("correction") = 0, nb::arg("groups") = 1, nb::arg("kept") = 1,
+           nb::arg("scaling") = 1.0f);
   nb::class_<RouterBlock>(m, "Router")
       .def("__init__", &make_router, nb::arg("pool"), nb::arg("hidden"), nb::arg("max_tokens"),
-           nb::arg("normalise"), nb::arg("layer"), nb::arg("next").none(), nb::arg("normed"),
+           nb::arg("layer"), nb::arg("next").none(), nb::arg("normed"),
            nb::arg("experts"), nb::arg("weights"), nb::arg("guess"), nb::arg("scratch"),
            nb::arg("scratch_nbytes"), nb::keep_alive<1, 2>())
       .def("__call__", &run_router, nb::arg("x").noconvert(), nb::arg("candidates"));
@@ -221,6 +278,8 @@ void elementwise(const std::string& name, Vector x, Vector out) {
 
 void bind_attention(nb::module_& m) {
   bind_attention_block(m);
+  bind_latent_block(m);
+  bind_mlp_block(m);
   bind_router_block(m);
   nb::class_<HeadBlock>(m, "Head")
       .def("__init__", &make_head, nb::arg("pool"), nb::arg("norm"), nb::arg("eps"),

@@ -20,7 +20,9 @@ int64_t chunk_blocks(const LinearDesc& w, int team) {
     return std::max<int64_t>(2, std::min(stream, balance) / 2 * 2);
 }
 
-void run_tile(const LinearJob& job, int64_t begin, int64_t end, int64_t t0, int tokens) {
+}  // namespace
+
+void linear_piece(const LinearJob& job, int64_t begin, int64_t end, int64_t t0, int tokens) {
     alignas(64) float scaled[kMaxScaled];
     const float *x[kMaxTokens], *sums[kMaxTokens], *add[kMaxTokens];
     float weights[kMaxTokens];
@@ -40,8 +42,6 @@ void run_tile(const LinearJob& job, int64_t begin, int64_t end, int64_t t0, int 
     kernels().linear_tile(args);
 }
 
-}  // namespace
-
 void linear_phase(Team& team, const LinearJob* jobs, int count, int64_t tokens) {
     int64_t chunk[kMaxJobs], items[kMaxJobs], per_panel = 0;
     for (int j = 0; j < count; ++j) {
@@ -59,7 +59,7 @@ void linear_phase(Team& team, const LinearJob* jobs, int count, int64_t tokens) 
             const int64_t pieces = std::min(end - begin, items[j] - local);
             const int64_t first = local * chunk[j];
             const int64_t last = std::min(first + pieces * chunk[j], jobs[j].w->row_blocks());
-            run_tile(jobs[j], first, last, t0, static_cast<int>(std::min<int64_t>(kMaxTokens, tokens - t0)));
+            linear_piece(jobs[j], first, last, t0, static_cast<int>(std::min<int64_t>(kMaxTokens, tokens - t0)));
             begin += pieces;
         }
     });

@@ -21,6 +21,13 @@ void check(const RouterBlock::Layer& layer, int64_t hidden) {
     throw std::invalid_argument("num_experts_per_tok " + std::to_string(layer.k) +
                                 " is not between 1 and the number of experts, " +
                                 std::to_string(layer.gate.rows));
+  const RouterRule& rule = layer.rule;
+  if (rule.groups < 1 || rule.kept < 1 || rule.kept > rule.groups ||
+      layer.gate.rows % rule.groups || layer.gate.rows / rule.groups * rule.kept < layer.k)
+    throw std::invalid_argument(std::to_string(layer.k) + " of " +
+                                std::to_string(layer.gate.rows) + " experts cannot lie in " +
+                                std::to_string(rule.kept) + " of " + std::to_string(rule.groups) +
+                                " groups");
 }
 
 }  // namespace
@@ -34,13 +41,12 @@ struct RouterBlock::Call {
   int candidates;  // of a single row; 0: the rows' choices are counted
 };
 
-RouterBlock::RouterBlock(Pool& pool, int64_t hidden, int64_t max_tokens, bool normalise,
-                         Layer layer, std::optional<Layer> next, Outputs outputs, Scratch scratch)
+RouterBlock::RouterBlock(Pool& pool, int64_t hidden, int64_t max_tokens, Layer layer,
+                         std::optional<Layer> next, Outputs outputs, Scratch scratch)
     : pool_(pool),
       hidden_(hidden),
       max_tokens_(max_tokens),
       rows_(std::min(max_tokens, kRowTile)),
-      normalise_(normalise),
       layer_(layer),
       next_(next),
       out_(outputs) {
@@ -116,18 +122,18 @@ void RouterBlock::choose(Team& team, const Call& call) const {
       if (item % parts == 0) {
         const int64_t at = (call.row + row) * layer_.k;
         table.route(logits_ + row * padded_ld(layer_.gate.rows),
-                    static_cast<int>(layer_.gate.rows), layer_.k, normalise_, out_.experts + at,
-                    out_.weights + at);
+                    static_cast<int>(layer_.gate.rows), layer_.k, layer_.rule,
+                    out_.experts + at, out_.weights + at);
         continue;
       }
       float* logits = next_logits_ + row * padded_ld(next_->gate.rows);
       const int n = static_cast<int>(next_->gate.rows);
       if (call.candidates) {
-        table.largest(logits, n, call.candidates, out_.guess);
+        table.best(logits, n, call.candidates, next_->rule, out_.guess);
         continue;
       }
       int32_t ids[kMaxExperts];
-      table.largest(logits, n, next_->k, ids);
+      table.best(logits, n, next_->k, next_->rule, ids);
       std::memcpy(logits, ids, static_cast<size_t>(next_->k) * sizeof *ids);
     }
   });
