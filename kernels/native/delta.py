@@ -18,8 +18,9 @@ F32 = NDArray[np.float32]
 
 
 class NativeRecurrentState:
-    """One layer's float32 state: heads [value_head, value_head_dim / 16, key_head_dim, 16], the
-    latest inputs [conv_kernel_dim - 1, conv_dim]; and a copy of both."""
+    """One layer's float32 state: heads [value_head, value_head_dim / 32, key_head_dim, 32] (where
+    value_head_dim has 16 more, these behind the others), the latest inputs [conv_kernel_dim - 1,
+    conv_dim]; and a copy of both."""
 
     def __init__(self, spec: DeltaSpec, buffer: NDArray[np.uint8]) -> None:
         self.nbytes, count = recurrent_nbytes(spec), spec.state_numbers

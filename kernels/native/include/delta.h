@@ -21,8 +21,8 @@ struct ConvolutionUnit {
   int count;  // of taps, at most kMaxTaps
 };
 
-// Rows of one value head in token order, for some of its channels. The state lies in panels of 16
-// channels, [key_dim][16] each.
+// Rows of one value head in token order, for some of its channels. The state lies in pairs of panels
+// of 16 channels, [key_dim][32]; a last one without a partner is [key_dim][16].
 struct DeltaUnit {
   const float* q;  // rows of q, k and v lie `ld` apart
   const float* k;

@@ -7,8 +7,8 @@
 
 namespace aegis {
 
-// One layer's state behind a sequence: heads [value_heads][value_dim / 16][key_dim][16], and the
-// convolution's latest inputs [taps - 1][channels], oldest first.
+// One layer's state behind a sequence: heads [value_heads][value_dim / 32][key_dim][32], as DeltaUnit
+// has them, and the convolution's latest inputs [taps - 1][channels], oldest first.
 struct DeltaState {
   float* heads;
   float* inputs;

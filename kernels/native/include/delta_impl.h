@@ -45,7 +45,8 @@ static void gates(float* a, float* b, const float* a_log, const float* dt_bias, 
   }
 }
 
-// Two chains over the keys' even and odd channels hide the latency of one.
+// Two chains over the keys' even and odd channels hide the latency of one. Panels lie beside each
+// other: a multiple of 4 KiB apart, stores to one held up loads from the next.
 template <int PANELS>
 static void recur_panels(const DeltaUnit& unit, int64_t first) {
   const int64_t dim = unit.key_dim;
@@ -62,9 +63,9 @@ static void recur_panels(const DeltaUnit& unit, int64_t first) {
       const f32x16 key = set1(k[d]), next = set1(k[d + 1]);
 #pragma GCC unroll 2
       for (int p = 0; p < PANELS; ++p) {
-        const float* s = state + (p * dim + d) * 16;
+        const float* s = state + (d * PANELS + p) * 16;
         even[p] = fma(mul(load(s), decay), key, even[p]);
-        odd[p] = fma(mul(load(s + 16), decay), next, odd[p]);
+        odd[p] = fma(mul(load(s + PANELS * 16), decay), next, odd[p]);
       }
     }
 #pragma GCC unroll 2
@@ -77,11 +78,11 @@ static void recur_panels(const DeltaUnit& unit, int64_t first) {
       const f32x16 query = set1(q[d]), query_next = set1(q[d + 1]);
 #pragma GCC unroll 2
       for (int p = 0; p < PANELS; ++p) {
-        float* s = state + (p * dim + d) * 16;
+        float* s = state + (d * PANELS + p) * 16;
         const f32x16 a = fma(key, correction[p], mul(load(s), decay));
-        const f32x16 b = fma(next, correction[p], mul(load(s + 16), decay));
+        const f32x16 b = fma(next, correction[p], mul(load(s + PANELS * 16), decay));
         store(s, a);
-        store(s + 16, b);
+        store(s + PANELS * 16, b);
         even[p] = fma(a, query, even[p]);
         odd[p] = fma(b, query_next, odd[p]);
       }
