@@ -7,13 +7,13 @@ checkpoint, checks shapes and types, and refuses anything that is neither used n
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aegis.checkpoint.config import QuantSpec
 from aegis.checkpoint.layout import PARTS
 from aegis.checkpoint.safetensors import TensorInfo
 from aegis.checkpoint.source import Checkpoint
-from aegis.checkpoint.tensor_map import ExpertNames, TensorMap
+from aegis.checkpoint.tensor_map import ExpertNames, HeadPart, ResidentName, TensorMap
 from aegis.errors import CheckpointError
 from aegis.kernels.base import Format
 from aegis.kernels.sizes import FormatError, check_format
@@ -34,6 +34,8 @@ class SourceWeight:
     tensors: tuple[TensorInfo, ...]
     target: Format | None = None
     """What a plain weight becomes while it is converted; None: it stays what it is."""
+    heads: tuple[SourceWeight, HeadPart] | None = None
+    """The weight it is a part of. One that is quantised becomes plain, and then its target."""
 
     @property
     def stored(self) -> Format:
@@ -82,11 +84,9 @@ def resolve(checkpoint: Checkpoint, tensor_map: TensorMap) -> Resolved:
     finder = _Finder(checkpoint, tensor_map)
     resident = {}
     for entry in tensor_map.resident:
-        source = entry.source or entry.name
-        if entry.optional and not finder.has(source):
+        if entry.optional and not finder.has(entry.source or entry.name):
             continue
-        rows = entry.shape[0] // (entry.stack or 1)
-        resident[entry.name] = finder.weight(source, (rows, *entry.shape[1:]), entry.stack)
+        resident[entry.name] = finder.resident(entry)
     names = tensor_map.experts
     experts = {
         layer: {part: finder.experts(names, layer, part) for part in PARTS}
@@ -131,6 +131,18 @@ class _Finder:
             )
         self._used.add(name)
         return self._tensors[name]
+
+    def resident(self, entry: ResidentName) -> SourceWeight:
+        """A tensor that stays in memory."""
+        source, part = entry.source or entry.name, entry.part
+        rows = entry.shape[0] // (entry.stack or 1)
+        if part is None or self.has(source) or not self.has(part.source):
+            return self.weight(source, (rows, *entry.shape[1:]), entry.stack)
+        cols = rows if part.transposed else entry.shape[1]
+        whole = self.weight(part.source, (entry.stack * part.head_rows, cols))
+        plain = Format("dense", whole.format.dtype)
+        target = whole.format if whole.format.kind == "affine" else None
+        return replace(whole, shape=entry.shape, format=plain, target=target, heads=(whole, part))
 
     def weight(self, source: str, shape: tuple[int, ...], stack: int = 0) -> SourceWeight:
         """A vector or matrix; ``stack`` > 0: that many matrices in one tensor."""

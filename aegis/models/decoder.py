@@ -22,7 +22,7 @@ from aegis.kernels.base import (
     Scoring,
 )
 from aegis.models.base import Decoder, DecoderLayer, ModelShape, MoeBlocks, Parts
-from aegis.models.latent import BY_HEAD, latent_shapes, latent_weights
+from aegis.models.latent import latent_parts, latent_shapes, latent_weights
 from aegis.models.layers import (
     attention_weights,
     mlp_weights,
@@ -205,12 +205,14 @@ def _layer_names(layer: int, model: Description) -> list[ResidentName]:
         shapes |= _moe_shapes(model)
     else:
         shapes |= _mlp_shapes("mlp", sizes.hidden_size, sizes.intermediate_size)
+    parts = latent_parts(model.latent, prefix) if model.latent else {}
     return [
         ResidentName(
             prefix + name,
             shape,
             _source(prefix, name, model.names),
-            stack=sizes.num_attention_heads if name in BY_HEAD else 0,
+            stack=sizes.num_attention_heads if name in parts else 0,
+            part=parts.get(name),
         )
         for name, shape in shapes.items()
     ]
