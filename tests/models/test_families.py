@@ -33,7 +33,7 @@ def test_every_family_is_drawn_by_the_properties() -> None:
 
 def test_a_family_may_have_another_name() -> None:
     assert family("kimi_k2") is family("deepseek_v3")
-    with pytest.raises(CheckpointError, match="aegis runs deepseek_v3, .*kimi_k2, .*"):
+    with pytest.raises(CheckpointError, match=r"aegis runs deepseek_v3, .*kimi_k2, .*"):
         family("kimi_k3")
 
 
