@@ -23,6 +23,7 @@ from aegis.checkpoint.store import Store
 from aegis.engine.sampling import Sampler
 from aegis.errors import UsageError
 from aegis.kernels.base import Numbers
+from aegis.models.base import MoeBlocks
 
 pytestmark = [needs_mlx, pytest.mark.usefixtures("quick_open")]
 
@@ -39,6 +40,17 @@ needs_cpu = pytest.mark.skipif(ON_GPU, reason="a GPU computes all goldens, in te
 def row_store() -> Iterator[Store]:
     """A small random model as this backend wants it."""
     with store_of(SMALL, seed=11, layout="row") as made:
+        yield made
+
+
+LATENT = replace(SMALL, model_type="deepseek_v3", qk_norm=True, dense_layers=(0,))
+"""The same with latent attention, and with a layer without experts."""
+
+
+@pytest.fixture(scope="module", params=[SMALL, LATENT], ids=lambda choices: choices.model_type)
+def each_store(request: pytest.FixtureRequest) -> Iterator[Store]:
+    """A small model of each kind."""
+    with store_of(request.param, seed=11, layout="row") as made:
         yield made
 
 
@@ -65,12 +77,12 @@ def run(path: Path, top_k: int, way: Way, ids: list[int], **fixed: Any) -> Resul
 @settings(FEW)
 @given(plan=st.lists(mlx_ways(), min_size=2, max_size=3), ids=prompts(30))
 def test_the_same_bits_in_every_way(
-    row_store: Store, numbers: Numbers, plan: list[Way], ids: list[int]
+    each_store: Store, numbers: Numbers, plan: list[Way], ids: list[int]
 ) -> None:
     fixed = mlx_options(numbers)
-    expected = run(row_store.path, TOP_K, EVERYTHING, ids, **fixed)
+    expected = run(each_store.path, TOP_K, EVERYTHING, ids, **fixed)
     for way in plan:
-        found = difference(expected, run(row_store.path, TOP_K, way, ids, **fixed))
+        found = difference(expected, run(each_store.path, TOP_K, way, ids, **fixed))
         assert not found, f"{way}: {found}"
 
 
@@ -120,23 +132,23 @@ def test_experts_of_3_bits_are_read_as_packed(row_store: Store) -> None:
 
 @pytest.mark.parametrize("numbers", NUMBERS)
 def test_prompts_longer_than_a_prefill_step_do_not_depend_on_slots(
-    row_store: Store, numbers: Numbers
+    each_store: Store, numbers: Numbers
 ) -> None:
     ids = [(7 * i + i * i) % 500 for i in range(300)]
     logits = []
     for slots in (None, TOP_K, 7):
         options = mlx_options(numbers, context=320, max_slots=slots)
-        with Engine.open(row_store.path, cap=PLENTY, **options) as engine:
+        with Engine.open(each_store.path, cap=PLENTY, **options) as engine:
             logits.append(engine.score(ids, last=60).tobytes())
     assert logits[0] == logits[1] == logits[2]
 
 
 @pytest.mark.parametrize("numbers", NUMBERS)
 def test_tokens_chosen_ahead_are_the_ones_that_logits_choose(
-    row_store: Store, numbers: Numbers
+    each_store: Store, numbers: Numbers
 ) -> None:
     options = mlx_options(numbers)
-    with Engine.open(row_store.path, cap=PLENTY, **options) as engine:
+    with Engine.open(each_store.path, cap=PLENTY, **options) as engine:
         _fill(engine)
         ahead = list(engine.generate(IDS, 12, ignore_eos=True))
         plain, history = [], list(IDS)
@@ -148,21 +160,24 @@ def test_tokens_chosen_ahead_are_the_ones_that_logits_choose(
 
 @pytest.mark.parametrize("numbers", NUMBERS)
 def test_a_layer_as_one_call_gives_the_bits_of_its_blocks(
-    row_store: Store, numbers: Numbers
+    each_store: Store, numbers: Numbers
 ) -> None:
     import mlx.core as mx
 
-    with Engine.open(row_store.path, cap=PLENTY, **mlx_options(numbers)) as engine:
+    with Engine.open(each_store.path, cap=PLENTY, **mlx_options(numbers)) as engine:
         _fill(engine)
         engine.feed(IDS)
         forward, layers = engine._opened.forward, engine._opened.decoder.layers
         with engine.turn, engine.turn.inside():
             x: Any = engine._opened.decoder.embedding(np.array([7], np.int32))
-            for number, layer in enumerate(layers):
+            for layer in layers:
                 moe: Any = layer.mlp
+                if not isinstance(moe, MoeBlocks):
+                    x = moe(layer.attention(x, layer.cache, len(IDS)))
+                    continue
                 table = forward._table(moe.index)
                 assert table is not None
-                one, routing = forward._queued[number](x, layer.cache, len(IDS), table)
+                one, routing = forward._queued[moe.index](x, layer.cache, len(IDS), table)
                 after = layer.attention(x, layer.cache, len(IDS))
                 apart = moe.router(after, 0)
                 experts = apart.experts[0]
@@ -188,12 +203,13 @@ def _fill(engine: Engine) -> None:
     """Have every expert in a slot."""
     for start in range(0, 480, 40):
         engine.score(list(range(start, start + 40)))
-    layers = range(SMALL.num_hidden_layers)
-    assert all(engine._opened.tiers.table(layer) is not None for layer in layers)
+    moe = engine._opened.decoder.moe
+    assert all(engine._opened.tiers.table(blocks.index) is not None for blocks in moe)
+    assert all(engine._opened.forward._table(blocks.index) is not None for blocks in moe)
 
 
-def test_a_token_ahead_that_nobody_wants_changes_nothing(row_store: Store) -> None:
-    with Engine.open(row_store.path, cap=PLENTY, **mlx_options("f32")) as engine:
+def test_a_token_ahead_that_nobody_wants_changes_nothing(each_store: Store) -> None:
+    with Engine.open(each_store.path, cap=PLENTY, **mlx_options("f32")) as engine:
         _fill(engine)
         expected = list(engine.generate(IDS, 8, ignore_eos=True))
         engine.feed(IDS[:-1])
@@ -254,8 +270,8 @@ def test_the_head_chooses_the_lowest_of_equal_logits_and_finds_what_is_no_number
 
 
 @pytest.mark.parametrize("slots", [None, TOP_K])
-def test_any_thread_may_use_the_engine(row_store: Store, slots: int | None) -> None:
-    with Engine.open(row_store.path, cap=PLENTY, **mlx_options("f32", max_slots=slots)) as engine:
+def test_any_thread_may_use_the_engine(each_store: Store, slots: int | None) -> None:
+    with Engine.open(each_store.path, cap=PLENTY, **mlx_options("f32", max_slots=slots)) as engine:
         expected = list(engine.generate(IDS, 6, ignore_eos=True))
         found: list[list[int]] = []
 
@@ -276,8 +292,8 @@ def test_any_thread_may_use_the_engine(row_store: Store, slots: int | None) -> N
         assert list(engine.generate(IDS, 6, ignore_eos=True)) == expected
 
 
-def test_what_is_measured_is_no_more_than_planned(row_store: Store) -> None:
-    with Engine.open(row_store.path, cap=PLENTY, **mlx_options("f32", context=512)) as engine:
+def test_what_is_measured_is_no_more_than_planned(each_store: Store) -> None:
+    with Engine.open(each_store.path, cap=PLENTY, **mlx_options("f32", context=512)) as engine:
         engine.nll([(7 * i) % 500 for i in range(500)])
         list(engine.generate(IDS, 4, ignore_eos=True))
         rows = {row.item: row for row in engine.ledger()}
@@ -287,11 +303,11 @@ def test_what_is_measured_is_no_more_than_planned(row_store: Store) -> None:
             assert 0 < measured <= rows[name].planned_nbytes, name
 
 
-def test_memory_goes_back_when_the_engine_closes(row_store: Store) -> None:
+def test_memory_goes_back_when_the_engine_closes(each_store: Store) -> None:
     import mlx.core as mx
 
     before = mx.get_active_memory()
-    engine = Engine.open(row_store.path, cap=PLENTY, **mlx_options("f32"))
+    engine = Engine.open(each_store.path, cap=PLENTY, **mlx_options("f32"))
     engine.score(IDS)
     assert mx.get_active_memory() > before + (1 << 18)
     engine.close()
