@@ -7,6 +7,19 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
+class HeadPart:
+    """Some rows of every head in a matrix that holds all heads one behind the other."""
+
+    source: str
+    """Its name in the checkpoint without prefix."""
+    head_rows: int
+    first: int
+    count: int
+    transposed: bool
+    """Whether these rows are the columns of what is wanted."""
+
+
+@dataclass(frozen=True)
 class ResidentName:
     """A tensor that stays in memory.
 
@@ -21,6 +34,8 @@ class ResidentName:
     optional: bool = False
     stack: int = 0
     """Above 0: the checkpoint has so many matrices in one tensor, whose rows are these."""
+    part: HeadPart | None = None
+    """What a stack of matrices is made of where the checkpoint has no such tensor."""
     rows: tuple[tuple[int, int], ...] = ()
     """Which rows of the source it is, from and to, in its order; empty: all of them."""
     source_rows: int = 0

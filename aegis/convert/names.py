@@ -13,7 +13,7 @@ from aegis.checkpoint.config import QuantSpec
 from aegis.checkpoint.layout import PARTS
 from aegis.checkpoint.safetensors import TensorInfo
 from aegis.checkpoint.source import Checkpoint
-from aegis.checkpoint.tensor_map import ExpertNames, ResidentName, TensorMap
+from aegis.checkpoint.tensor_map import ExpertNames, HeadPart, ResidentName, TensorMap
 from aegis.errors import CheckpointError
 from aegis.kernels.base import Format
 from aegis.kernels.sizes import FormatError, check_format
@@ -34,6 +34,8 @@ class SourceWeight:
     tensors: tuple[TensorInfo, ...]
     target: Format | None = None
     """What a plain weight becomes while it is converted; None: it stays what it is."""
+    heads: tuple[SourceWeight, HeadPart] | None = None
+    """The weight it is a part of. One that is quantised becomes plain, and then its target."""
     rows: tuple[tuple[int, int], ...] = ()
     """Which rows of the tensors these are, from and to, in this order; empty: all of them."""
     source_rows: int = 0
@@ -160,7 +162,7 @@ class _Finder:
 
     def resident(self, entry: ResidentName) -> SourceWeight:
         """A tensor that stays in memory."""
-        source = entry.source or entry.name
+        source, part = entry.source or entry.name, entry.part
         if entry.rows:
             whole = self.weight(source, (entry.source_rows, *entry.shape[1:]))
             return replace(whole, shape=entry.shape, rows=entry.rows, source_rows=entry.source_rows)
@@ -170,7 +172,13 @@ class _Finder:
             convolution = self.weight(source, (channels, *inner))
             return replace(convolution, shape=entry.shape, taps=entry.taps)
         rows = entry.shape[0] // (entry.stack or 1)
-        return self.weight(source, (rows, *entry.shape[1:]), entry.stack)
+        if part is None or self.has(source) or not self.has(part.source):
+            return self.weight(source, (rows, *entry.shape[1:]), entry.stack)
+        cols = rows if part.transposed else entry.shape[1]
+        whole = self.weight(part.source, (entry.stack * part.head_rows, cols))
+        plain = Format("dense", whole.format.dtype)
+        target = whole.format if whole.format.kind == "affine" else None
+        return replace(whole, shape=entry.shape, format=plain, target=target, heads=(whole, part))
 
     def weight(self, source: str, shape: tuple[int, ...], stack: int = 0) -> SourceWeight:
         """A vector or matrix; ``stack`` > 0: that many matrices in one tensor."""

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from aegis.checkpoint.fileio import UncachedReader
 from aegis.checkpoint.safetensors import TensorInfo
+from aegis.convert.head_parts import head_parts
 from aegis.convert.names import SourceWeight
 from aegis.convert.quantize import quantize
 from aegis.errors import CheckpointError
@@ -212,7 +213,13 @@ def _read_part(
 def _read_numbers(
     streams: Streams, role: str, weight: SourceWeight, index: int, rows: range
 ) -> Raw:
-    """Rows of one of a weight's tensors as they lie in the file."""
+    """Rows of one of a weight's tensors as they lie in the file, or as they follow from it."""
+    if weight.heads is not None:
+
+        def read(whole: SourceWeight, index: int, rows: range) -> Raw:
+            return _read_numbers(streams, f"{role}.{index}", whole, index, rows)
+
+        return head_parts(read, *weight.heads, rows)
     tensor, row_nbytes = weight.tensors[index], weight.row_nbytes(index)
     pieces = [
         streams.read(

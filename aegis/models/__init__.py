@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 _SHARED = {"base", "decoder", "delta", "latent", "layers", "rotary"}
 
+_ALIASES = {"kimi_k2": "deepseek_v3"}
+"""Other names for what a family computes."""
+
 
 def supported() -> list[str]:
     """Every model_type that can run."""
@@ -27,13 +30,14 @@ def family(model_type: str) -> Family:
     Raises:
         CheckpointError: no such family; the message lists those that exist.
     """
-    if model_type not in supported():
-        known = ", ".join(supported())
+    name = _ALIASES.get(model_type, model_type)
+    if name not in supported():
+        known = ", ".join(sorted([*supported(), *_ALIASES]))
         raise CheckpointError(
             f"model_type {shown(model_type)} is not supported: aegis runs {known}; use a checkpoint"
             " of one of these"
         )
-    return cast("Family", importlib.import_module(f"aegis.models.{model_type}"))
+    return cast("Family", importlib.import_module(f"aegis.models.{name}"))
 
 
 def check_layout(layout: StoreLayout) -> None:

@@ -23,7 +23,7 @@ from aegis.kernels.base import (
 )
 from aegis.models.base import Decoder, DecoderLayer, ModelShape, MoeBlocks, Parts
 from aegis.models.delta import delta_names, delta_weights
-from aegis.models.latent import BY_HEAD, latent_shapes, latent_weights
+from aegis.models.latent import latent_parts, latent_shapes, latent_weights
 from aegis.models.layers import (
     attention_weights,
     mlp_weights,
@@ -218,10 +218,17 @@ def _layer_names(layer: int, model: Description) -> list[ResidentName]:
         shapes |= _moe_shapes(model)
     else:
         shapes |= _mlp_shapes("mlp", sizes.hidden_size, sizes.intermediate_size)
-    entries = (own.get(name) or _entry(name, shape, model) for name, shape in shapes.items())
+    parts = latent_parts(model.latent, prefix) if model.latent else {}
+    own |= {name: _entry(name, shapes[name], model) for name in shapes.keys() - own.keys()}
     return [
-        replace(entry, name=prefix + entry.name, source=entry.source and prefix + entry.source)
-        for entry in entries
+        replace(
+            own[name],
+            name=prefix + name,
+            source=own[name].source and prefix + own[name].source,
+            stack=sizes.num_attention_heads if name in parts else 0,
+            part=parts.get(name),
+        )
+        for name in shapes
     ]
 
 
@@ -231,7 +238,6 @@ def _entry(name: str, shape: tuple[int, ...], model: Description) -> ResidentNam
         name,
         shape,
         _source(name, model.names),
-        stack=model.shape.num_attention_heads if name in BY_HEAD else 0,
         zero_centred=model.zero_centred and name.endswith(_ZERO_CENTRED),
     )
 

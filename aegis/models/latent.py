@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from aegis.checkpoint.tensor_map import HeadPart
 from aegis.kernels.base import LatentAttentionSpec, LatentSizes
 from aegis.models.base import submodule
 from aegis.models.rotary import read_rotary, score_scale
@@ -12,9 +13,6 @@ from aegis.models.rotary import read_rotary, score_scale
 if TYPE_CHECKING:
     from aegis.checkpoint.config import ModelConfig
     from aegis.kernels.base import Weight
-
-BY_HEAD = ("self_attn.embed_q", "self_attn.unembed_out")
-"""Stacked by head in the checkpoint."""
 
 
 def read_latent_attention(config: ModelConfig) -> LatentAttentionSpec:
@@ -63,6 +61,17 @@ def latent_shapes(spec: LatentAttentionSpec) -> dict[str, tuple[int, ...]]:
         "self_attn.embed_q": (heads * sizes.kv_lora_rank, sizes.qk_nope_head_dim),
         "self_attn.unembed_out": (heads * sizes.v_head_dim, sizes.kv_lora_rank),
         "self_attn.o_proj": (hidden, heads * sizes.v_head_dim),
+    }
+
+
+def latent_parts(spec: LatentAttentionSpec, prefix: str) -> dict[str, HeadPart]:
+    """Tensors that are stacked by head, and how publishers and older conversions have them: keys
+    and values of a head one behind the other, in terms of the latents."""
+    sizes, source = spec.sizes, prefix + "self_attn.kv_b_proj"
+    keys, rows = sizes.qk_nope_head_dim, sizes.qk_nope_head_dim + sizes.v_head_dim
+    return {
+        "self_attn.embed_q": HeadPart(source, rows, 0, keys, transposed=True),
+        "self_attn.unembed_out": HeadPart(source, rows, keys, sizes.v_head_dim, transposed=False),
     }
 
 

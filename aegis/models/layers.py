@@ -186,5 +186,5 @@ def refuse_inconsistent(config: ModelConfig, shape: ModelShape) -> None:
             f"{config.where} has {shape.num_attention_heads} attention heads for"
             f" {shape.num_key_value_heads} key and value heads; expected a multiple"
         )
-    if shape.head_dim % 2:
+    if shape.head_dim % 2 and shape.latent is None:
         raise config.mistyped("head_dim", shape.head_dim, "an even number")

@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 from damages import INDEX, MODEL, SHARDS, sealed
+from families import FAMILIES, YARN
 from hypothesis import example, given
 from hypothesis import strategies as st
-from strategies import TOKENIZER, write_checkpoint
+from strategies import TOKENIZER, Choices, config_of, write_checkpoint
 
 from aegis import heap
-from aegis.checkpoint.config import ModelConfig, load_config
+from aegis.checkpoint.config import ModelConfig
 from aegis.checkpoint.manifest import decode, encode
 from aegis.checkpoint.plainfile import FileDamageError, parse_object
 from aegis.checkpoint.safetensors import read_header
@@ -242,11 +243,17 @@ SIZES = [
 ]
 
 
-@given(st.dictionaries(st.sampled_from(SIZES), values | st.integers(1, 2000), min_size=1))
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+@given(data=st.data())
 def test_any_sizes_are_refused_or_small_enough_to_list(
-    checkpoint: Path, changed: dict[str, Any]
+    model_type: str, data: st.DataObject
 ) -> None:
-    config = ModelConfig({**load_config(checkpoint).raw, **changed})
+    original = config_of(Choices(model_type=model_type), {})
+    keys = st.sampled_from(sorted({*SIZES, *original} - {"model_type"}))
+    yarn = st.dictionaries(st.sampled_from(sorted(YARN)), scalars, min_size=1).map(YARN.__or__)
+    anything = scalars | st.integers(1, 2000) | st.lists(scalars, max_size=3) | yarn
+    changed = data.draw(st.dictionaries(keys, anything, min_size=1, max_size=8))
+    config = ModelConfig({**original, **changed})
     try:
         shape = family(config.model_type).shape(config)
         assert config.quantization is None or config.quantization.default
@@ -254,8 +261,9 @@ def test_any_sizes_are_refused_or_small_enough_to_list(
         check_sentence(error)
         return
     assert 1 <= shape.num_experts_per_tok <= shape.num_experts <= 1 << 14
-    assert len(shape.moe_layers) == shape.num_hidden_layers <= 1 << 10
-    assert shape.head_dim % 2 == 0 == shape.num_attention_heads % shape.num_key_value_heads
+    assert 1 <= len(shape.moe_layers) <= shape.num_hidden_layers <= 1 << 10
+    assert shape.num_attention_heads % shape.num_key_value_heads == 0
+    assert shape.latent or shape.head_dim % 2 == 0
     tensors = family(config.model_type).tensor_map(config).resident
     assert all(size > 0 for tensor in tensors for size in tensor.shape)
 

@@ -23,6 +23,7 @@ from aegis.checkpoint.store import Store
 from aegis.engine.sampling import Sampler
 from aegis.errors import UsageError
 from aegis.kernels.base import Numbers
+from aegis.models.base import MoeBlocks
 
 pytestmark = [needs_mlx, pytest.mark.usefixtures("quick_open")]
 
@@ -42,13 +43,16 @@ def row_store() -> Iterator[Store]:
         yield made
 
 
+LATENT = replace(SMALL, model_type="deepseek_v3", qk_norm=True, dense_layers=(0,))
+"""The same with latent attention, and with a layer without experts."""
 LINEAR = replace(SMALL, model_type="qwen3_next", full_attention_interval=3)
 """The same with recurrent states in two of its layers."""
+KINDS = [SMALL, LATENT, LINEAR]
 
 
-@pytest.fixture(scope="module", params=[SMALL, LINEAR], ids=lambda choices: choices.model_type)
+@pytest.fixture(scope="module", params=KINDS, ids=lambda choices: choices.model_type)
 def each_store(request: pytest.FixtureRequest) -> Iterator[Store]:
-    """A small model without, and one with recurrent states."""
+    """A small model of each kind."""
     with store_of(request.param, seed=11, layout="row") as made:
         yield made
 
@@ -169,11 +173,14 @@ def test_a_layer_as_one_call_gives_the_bits_of_its_blocks(
         forward, layers = engine._opened.forward, engine._opened.decoder.layers
         with engine.turn, engine.turn.inside():
             x: Any = engine._opened.decoder.embedding(np.array([7], np.int32))
-            for number, layer in enumerate(layers):
+            for layer in layers:
                 moe: Any = layer.mlp
+                if not isinstance(moe, MoeBlocks):
+                    x = moe(layer.attention(x, layer.cache, len(IDS)))
+                    continue
                 table = forward._table(moe.index)
                 assert table is not None
-                one, routing = forward._queued[number](x, layer.cache, len(IDS), table)
+                one, routing = forward._queued[moe.index](x, layer.cache, len(IDS), table)
                 after = layer.attention(x, layer.cache, len(IDS))
                 apart = moe.router(after, 0)
                 experts = apart.experts[0]
@@ -199,8 +206,9 @@ def _fill(engine: Engine) -> None:
     """Have every expert in a slot."""
     for start in range(0, 480, 40):
         engine.score(list(range(start, start + 40)))
-    layers = range(SMALL.num_hidden_layers)
-    assert all(engine._opened.tiers.table(layer) is not None for layer in layers)
+    moe = engine._opened.decoder.moe
+    assert all(engine._opened.tiers.table(blocks.index) is not None for blocks in moe)
+    assert all(engine._opened.forward._table(blocks.index) is not None for blocks in moe)
 
 
 def test_a_token_ahead_that_nobody_wants_changes_nothing(each_store: Store) -> None:

@@ -34,6 +34,12 @@ def test_every_family_is_drawn_by_the_properties() -> None:
     assert sorted(FAMILIES) == supported()
 
 
+def test_a_family_may_have_another_name() -> None:
+    assert family("kimi_k2") is family("deepseek_v3")
+    with pytest.raises(CheckpointError, match=r"aegis runs deepseek_v3, .*kimi_k2, .*"):
+        family("kimi_k3")
+
+
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
 def test_separate_experts_give_the_files_of_stacked_ones(tmp_path: Path, model_type: str) -> None:
     stacked, separate = (

@@ -13,10 +13,10 @@ namespace aegis {
 constexpr int64_t kPositionBlock = 256;
 constexpr int64_t kKeyLanes = 16;
 constexpr int kTileQueries = 8;    // queries that share the loads of keys and values
-constexpr int kUnitQueries = 32;   // queries of one unit of work,
-constexpr int kUnitFloats = 8192;  // and numbers of these
+constexpr int kUnitQueries = 32;   // queries of one unit of work
 constexpr int64_t kMaxHeadDim = 256;
-constexpr int64_t kMaxKeyDim = 576;    // where values are of another width
+constexpr int64_t kMaxKeyDim = 576;  // where values are of another width
+constexpr int64_t kUnitFloats = 16 * kMaxKeyDim;  // of a unit's queries
 constexpr int64_t kMaxValueDim = 512;
 
 // Keys [kv_head][position / 16][dim][16] and values [kv_head][position][value_dim] of one layer.

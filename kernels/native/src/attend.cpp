@@ -69,8 +69,9 @@ void attend_blocks(Team& team, const Attended& attended, const KVView& cache, in
   team.each(cache.kv_heads * per_head, 1, [&](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {
       const int64_t kv_head = item / per_head;
-      const int64_t block = item % blocks;
-      const int64_t local = item / blocks % head_tiles * heads;
+      // Heads that share keys follow each other, while these are in a near cache.
+      const int64_t local = item % head_tiles * heads;
+      const int64_t block = item / head_tiles % blocks;
       const int64_t head = kv_head * group + local;
       AttentionUnit unit{};
       unit.q = attended.q + head * attended.q_step;
