@@ -16,7 +16,6 @@ from aegis.engine.logits_room import LogitsRoom
 from aegis.engine.lookahead import Lookahead
 from aegis.engine.opening import Opened, open_model
 from aegis.engine.planning import settings_for
-from aegis.engine.recurrent import Recurrence
 from aegis.engine.token_ids import refuse_no_ids, token_array, whole
 from aegis.engine.turn import Turn, in_turn
 from aegis.errors import AegisError, UsageError
@@ -62,7 +61,7 @@ class Engine:
         """Hold it to make several calls one, as far as other threads can tell."""
         self._room = LogitsRoom(opened)
         self._look = Lookahead(opened.forward, queue)
-        self._recurrence = Recurrence(opened.recurrent_states)
+        self._recurrence = opened.recurrence
         # One that is dropped closes itself. Not when the interpreter ends: all ends then.
         self._dropped = weakref.finalize(self, _close, opened, self.turn)
         self._dropped.atexit = False

@@ -21,6 +21,7 @@ from aegis.engine.planning import (
     resolve,
     store_layout,
 )
+from aegis.engine.recurrent import Recurrence
 from aegis.engine.sampling import warm_up
 from aegis.errors import AegisError, PlanError, ReadError, StoreError
 from aegis.kernels import registry
@@ -109,6 +110,7 @@ class Opened:
                 gauge.close()
             raise
         embed = self.disk_embedding or self.decoder.embedding
+        self.recurrence = Recurrence(self.recurrent_states)
         self._forward = Forward(
             self.decoder, self.tiers, embed, self.governor.watch, self.backend.queue
         )
@@ -164,7 +166,8 @@ class Opened:
         self.tiers.close()
         self.close_in_child()
         self.forward.close()
-        # The blocks hold weights and slots that are the backend's own.
+        # These hold weights, slots and states that are the backend's own.
+        self.recurrence.close()
         del self.decoder
         self.backend.close()
         self.arena.close()

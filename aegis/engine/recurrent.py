@@ -34,6 +34,10 @@ class Recurrence:
         self._kept = 0
         """Tokens that the copies have seen; 0: there are none."""
 
+    def close(self) -> None:
+        """Let go of the states."""
+        self._states = ()
+
     def are_behind(self, tokens: int) -> bool:
         """Whether the states have seen just so many."""
         return not self._states or self._seen == tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from strategies import Choices
 from aegis import Engine, plan
 from aegis.engine.recurrent import Recurrence
 from aegis.kernels import registry
+from aegis.kernels.base import Layout
 
 pytestmark = pytest.mark.usefixtures("quick_open")
 
@@ -180,6 +182,18 @@ def test_the_plan_counts_states_and_copies_and_the_ledger_what_they_take(engine:
 
 def test_models_without_such_layers_plan_nothing_for_them() -> None:
     assert dict(plan(cap="300MiB").items)["recurrent_state"] == 0
+
+
+def test_a_closed_engine_holds_no_states() -> None:
+    backend = BACKENDS[0]
+    layout: Layout = "row" if backend == "mlx" else "il16"
+    with store_of(SMALL, seed=5, layout=layout) as store:
+        engine = Engine.open(store.path, **options(backend))
+        engine.feed(PROMPT)
+        states = [weakref.ref(state) for state in engine._opened.recurrent_states]
+        engine.close()
+        assert len(states) == 2
+        assert [state() for state in states] == [None, None]
 
 
 class Seen:

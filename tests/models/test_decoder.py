@@ -23,7 +23,7 @@ class Blocks:
     def attention(self, spec: Any, weights: Names) -> tuple[Any, Names]:
         return spec, weights
 
-    latent_attention = mlp = experts = attention
+    latent_attention = delta = mlp = experts = attention
 
     def router(
         self, spec: Any, weights: Names, next_spec: Any, next_weights: Names | None
@@ -60,6 +60,7 @@ def decoder(model_type: str, dense_layers: tuple[int, ...], layers: int = 5) -> 
         ("qwen3_moe", (1, 4), [0, 2, 3]),
         ("glm4_moe", (0, 1), [2, 3, 4]),
         ("deepseek_v3", (0,), [1, 2, 3, 4]),
+        ("qwen3_next", (1, 2), [0, 3, 4]),
     ],
 )
 def test_a_router_guesses_for_the_next_layer_with_experts(
@@ -74,7 +75,9 @@ def test_a_router_guesses_for_the_next_layer_with_experts(
         assert (router[1] and router[1]["gate"]) == following
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "model_type", ["qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next"]
+)
 def test_every_layer_has_its_own_weights_and_cache(model_type: str) -> None:
     built = decoder(model_type, (0,))
     for number, layer in enumerate(built.layers):

@@ -15,7 +15,7 @@ from strategies import Choices, config_of, write_checkpoint
 from aegis.checkpoint.config import ModelConfig
 from aegis.convert.convert import convert
 from aegis.errors import CheckpointError
-from aegis.kernels.base import Format, KVSpec
+from aegis.kernels.base import Format, KVSpec, Layout
 from aegis.kernels.formats import MlxArrays, dequantize_mlx
 from aegis.models import family, supported
 from aegis.models.layers import rotary_dim
@@ -303,8 +303,12 @@ def test_layers_are_of_the_kinds_that_the_config_names(model_type: str) -> None:
     assert family(model_type).shape(usual).delta_layers == (0, 1, 2, 4, 5, 6)
 
 
+@pytest.mark.parametrize("layout", ["il16", "row"])
 @pytest.mark.parametrize("dense", [False, True])
-def test_fused_projections_of_linear_attention_are_taken_apart(tmp_path: Path, dense: bool) -> None:
+def test_fused_projections_of_linear_attention_are_taken_apart(
+    tmp_path: Path, dense: bool, layout: Layout
+) -> None:
+    """Also where a piece of what is written comes from several places of what is read."""
     choices = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 16}
     source = write_checkpoint(
         tmp_path / "m",
@@ -314,7 +318,8 @@ def test_fused_projections_of_linear_attention_are_taken_apart(tmp_path: Path, d
         dense=dense,
         **choices,
     )
-    store = resident_values(convert(source, tmp_path / "s"))
+    made = convert(source, tmp_path / "s", layout=layout, piece_nbytes=1 << 13)
+    store = resident_values(made)
     fused = {
         name: fused_values(source, f"linear_attn.{name}") for name in ("in_proj_qkvz", "in_proj_ba")
     }
