@@ -277,7 +277,6 @@ class WorkspaceSpec:
     """Queries bring gates, as in ``AttentionSpec``."""
     delta: DeltaSpec | None = None
     """Of the layers that have one."""
-    num_delta_layers: int = 0
     intermediate_size: int = 0
     """Of layers without experts; 0: there are none."""
     latent: LatentSizes | None = None

@@ -98,7 +98,6 @@ class Request:
             latent=shape.latent,
             output_gate=shape.output_gate,
             delta=shape.delta,
-            num_delta_layers=len(shape.delta_layers),
         )
 
     @property

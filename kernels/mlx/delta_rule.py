@@ -27,8 +27,8 @@ _WARPS = 4
 
 _HEADERS = {
     "metal": """
-inline float multiply_add(float a, float b, float c) { return fma(a, b, c); }
-inline float sum_of_lanes(float x) { return simd_sum(x); }
+inline float multiply_add(float a, float b, float c) { return metal::fma(a, b, c); }
+inline float sum_of_lanes(float x) { return metal::simd_sum(x); }
 """,
     "cuda": """
 __device__ inline float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
