@@ -88,6 +88,46 @@ class AttentionSpec:
     """What scores are multiplied by; None: head_dim ** -0.5."""
     residual_multiplier: float = 1.0
     """What the block's output is multiplied by before it joins the residual stream."""
+    output_gate: bool = False
+    """q_proj has a gate behind every head's query; the head's output is multiplied by its sigmoid
+    before o_proj."""
+
+
+@dataclass(frozen=True)
+class DeltaSpec:
+    """Gated DeltaNet: a causal convolution over queries, keys and values, then for every value head
+    a state [key_head_dim, value_head_dim] that each token decays, corrects and reads."""
+
+    hidden_size: int
+    num_key_heads: int
+    num_value_heads: int
+    """A multiple of the key heads; neighbours share one."""
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel_dim: int
+    """Tokens that a convolution sees, its own included."""
+    rms_norm_eps: float
+
+    @property
+    def key_dim(self) -> int:
+        """Channels of all keys, and of all queries."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Channels of all values."""
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels of the convolution: queries, keys, values."""
+        return 2 * self.key_dim + self.value_dim
+
+    @property
+    def state_numbers(self) -> int:
+        """Numbers of one layer's state: the heads', then the convolution's latest inputs."""
+        heads = self.num_value_heads * self.key_head_dim * self.value_head_dim
+        return heads + (self.conv_kernel_dim - 1) * self.conv_dim
 
 
 @dataclass(frozen=True)
@@ -233,6 +273,11 @@ class WorkspaceSpec:
     num_layers: int = 1
     """Layers with a key/value cache, for backends that begin the next token before they are done
     with one."""
+    output_gate: bool = False
+    """Queries bring gates, as in ``AttentionSpec``."""
+    delta: DeltaSpec | None = None
+    """Of the layers that have one."""
+    num_delta_layers: int = 0
     intermediate_size: int = 0
     """Of layers without experts; 0: there are none."""
     latent: LatentSizes | None = None
@@ -273,12 +318,33 @@ class KVCache(Protocol):
     nbytes: int
 
 
+class RecurrentState(KVCache, Protocol):
+    """One layer's state behind a sequence. Unlike keys and values it cannot be cut back, only put
+    back to where a copy was kept."""
+
+    def keep(self, position: int) -> None:
+        """Copy the state, which is behind so many tokens, in place of the copy before."""
+
+    def restore(self) -> None:
+        """Become what the copy is."""
+
+
 class AttentionBlock(Protocol):
     """x + m * o_proj(attention(rope(qk_norm(qkv(rms_norm(x)))))), m the residual multiplier."""
 
     def __call__(self, x: Array, cache: KVCache, start: int) -> Array:
         """x: [T, H] residual stream at absolute positions start..start+T-1, which are written to
         the cache. Returns the new residual stream; x's memory may be reused."""
+
+
+class DeltaBlock(AttentionBlock, Protocol):
+    """x + out_proj(gated_norm(delta_rule(silu(conv(qkv(rms_norm(x))))))), a token after the other,
+    whatever rows a call has. Takes the place of attention.
+
+    ``cache`` is a ``RecurrentState`` behind exactly the first ``start`` tokens; at 0 it begins
+    empty, whatever it held. Where calls queue, it may also be one token further, computed by the
+    latest call.
+    """
 
 
 class MlpBlock(Protocol):
@@ -427,7 +493,7 @@ class OwnMemory(Protocol):
 
     def measured(self) -> Mapping[str, int]:
         """Bytes now, by what they are for: ``slots``, ``resident_weights``, ``kv_cache``,
-        ``workspace`` (its peak)."""
+        ``recurrent_state``, ``workspace`` (its peak)."""
 
     def apart(self, resident: int, shared: int) -> tuple[int, int]:
         """What the process takes of the host's memory, and what its arrays take of a device that
@@ -467,11 +533,17 @@ class Backend(Protocol):
     def kv_nbytes(self, spec: KVSpec) -> int:
         """Bytes of one layer's cache."""
 
+    def recurrent_nbytes(self, spec: DeltaSpec) -> int:
+        """Bytes of one layer's recurrent state, the copy that is kept included."""
+
     def open_workspace(self, spec: WorkspaceSpec, buffer: NDArray[np.uint8]) -> None:
         """Bind the scratch memory (empty if owned); comes before any block."""
 
     def kv_cache(self, spec: KVSpec, buffer: NDArray[np.uint8]) -> KVCache:
         """A cache over ``buffer`` (kv_nbytes, 64-byte aligned; empty if owned)."""
+
+    def recurrent_state(self, spec: DeltaSpec, buffer: NDArray[np.uint8]) -> RecurrentState:
+        """A state over ``buffer`` (recurrent_nbytes, 64-byte aligned; empty if owned)."""
 
     def bind_slots(self, slots: SlotMemory) -> None:
         """Tell the backend where slots lie; must come before any experts block is made."""
@@ -479,6 +551,11 @@ class Backend(Protocol):
     def attention(self, spec: AttentionSpec, weights: Mapping[str, Weight]) -> AttentionBlock:
         """weights: norm [H], q_proj, k_proj, v_proj, o_proj, optional q_bias, k_bias, v_bias; with
         a qk_norm q_norm and k_norm, of one head's channels or of the whole projection's."""
+
+    def delta(self, spec: DeltaSpec, weights: Mapping[str, Weight]) -> DeltaBlock:
+        """weights: norm [H], in_proj_qkv, in_proj_z, in_proj_a, in_proj_b, out_proj; conv, the
+        convolution's taps [conv_kernel_dim * conv_dim], oldest first; A_log and dt_bias
+        [num_value_heads]; out_norm [value_head_dim]."""
 
     def latent_attention(
         self, spec: LatentAttentionSpec, weights: Mapping[str, Weight]

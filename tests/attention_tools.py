@@ -30,9 +30,9 @@ def values_of(weight: Weight) -> Any:
     return weight.data.view(np.float32).astype(np.float64)
 
 
-def workspace(**changes: int) -> Workspace:
+def workspace(**changes: Any) -> Workspace:
     """A workspace filled with NaN, small unless ``changes`` say otherwise."""
-    base = {
+    base: dict[str, Any] = {
         "max_tokens": 64,
         "context": 64,
         "hidden_size": 64,
@@ -76,6 +76,7 @@ class Attention:
     qk_norm: QKNorm = "none"
     scale: float | None = None
     residual: float = 1.0
+    gate: bool = False
     spec: AttentionSpec = field(init=False)
     weights: dict[str, Weight] = field(init=False)
 
@@ -93,8 +94,10 @@ class Attention:
             self.qk_norm,
             self.scale,
             self.residual,
+            self.gate,
         )
-        out = {"q": self.heads * self.dim, "k": self.kv_heads * self.dim}
+        width = self.heads * self.dim
+        out = {"q": width * (2 if self.gate else 1), "k": self.kv_heads * self.dim}
         out["v"] = out["k"]
         fmt = fmt_of(self.bits)
         self.weights = {"norm": vector(1 + 0.1 * normal(rng, self.hidden))}
@@ -102,9 +105,9 @@ class Attention:
             self.weights[f"{name}_proj"] = random_weight(rng, (rows, self.hidden), fmt)
             if self.biases:
                 self.weights[f"{name}_bias"] = vector(normal(rng, rows))
-        self.weights["o_proj"] = random_weight(rng, (self.hidden, out["q"]), fmt)
+        self.weights["o_proj"] = random_weight(rng, (self.hidden, width), fmt)
         for name in "qk" if self.qk_norm != "none" else "":
-            channels = self.dim if self.qk_norm == "head" else out[name]
+            channels = self.dim if self.qk_norm == "head" else min(out[name], width)
             self.weights[f"{name}_norm"] = vector(1 + 0.1 * normal(rng, channels))
 
     def block(self, pool: Any) -> NativeAttention:
@@ -116,6 +119,7 @@ class Attention:
             num_attention_heads=self.heads,
             num_key_value_heads=self.kv_heads,
             head_dim=self.dim,
+            output_gate=self.gate,
         )
         return NativeAttention(pool, space, self.spec, self.weights)
 
@@ -147,6 +151,8 @@ class Attention:
         scores[:, np.triu(np.ones((count, count), bool), 1)] = -np.inf
         scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
         mixed = np.einsum("hts,shd->thd", scores / scores.sum(axis=-1, keepdims=True), v)
+        if self.gate:
+            mixed = mixed / (1 + np.exp(-self._gates(normed)))
         o_proj = formats.dequantize(self.weights["o_proj"]).astype(np.float64)
         return x.astype(np.float64) + self.residual * (mixed.reshape(count, -1) @ o_proj.T)
 
@@ -154,11 +160,22 @@ class Attention:
         out = normed @ formats.dequantize(self.weights[f"{name}_proj"]).astype(np.float64).T
         if self.biases:
             out = out + values_of(self.weights[f"{name}_bias"])
+        if name == "q" and self.gate:
+            out = out.reshape(len(normed), self.heads, 2, self.dim)[:, :, 0].reshape(
+                len(normed), -1
+            )
         norm = self.weights.get(f"{name}_norm")
         if norm is not None and self.qk_norm == "all":
             out = norm_rows(out, norm, 1e-6)
         out = out.reshape(len(normed), -1, self.dim)
         return out if norm is None or self.qk_norm == "all" else norm_rows(out, norm, 1e-6)
+
+    def _gates(self, normed: Any) -> Any:
+        """What heads' outputs are multiplied by the sigmoid of [T, heads, dim]."""
+        out = normed @ formats.dequantize(self.weights["q_proj"]).astype(np.float64).T
+        if self.biases:
+            out = out + values_of(self.weights["q_bias"])
+        return out.reshape(len(normed), self.heads, 2, self.dim)[:, :, 1]
 
     def _turned(self, heads: Any) -> Any:
         """Rotary positions, from float32 angles as the definition has them."""

@@ -23,6 +23,21 @@ YARN = {
 }
 
 
+def _with_delta(c: Choices) -> dict[str, Any]:
+    return {
+        "num_experts": c.num_experts,
+        "moe_intermediate_size": c.moe_intermediate_size,
+        "shared_expert_intermediate_size": c.shared_expert_intermediate_size,
+        "linear_num_key_heads": c.linear_num_key_heads,
+        "linear_num_value_heads": c.linear_num_value_heads,
+        "linear_key_head_dim": c.linear_key_head_dim,
+        "linear_value_head_dim": c.linear_value_head_dim,
+        "linear_conv_kernel_dim": c.linear_conv_kernel_dim,
+        "full_attention_interval": c.full_attention_interval,
+        "partial_rotary_factor": 0.25,
+    }
+
+
 def _sigmoid_router(c: Choices) -> dict[str, Any]:
     return {
         "n_routed_experts": c.num_experts,
@@ -78,6 +93,14 @@ FAMILIES: dict[str, Callable[[Choices], dict[str, Any]]] = {
         "residual_multiplier": 0.22,
         "logits_scaling": 6.0,
     },
+    "qwen3_next": lambda c: {
+        "norm_topk_prob": c.norm_topk_prob,
+        "intermediate_size": 192,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(c.dense_layers),
+        **_with_delta(c),
+    },
+    "qwen3_5_moe": lambda c: {**_with_delta(c), "attn_output_gate": True},
     "glm4_moe": lambda c: {
         "attention_bias": c.qkv_bias,
         "use_qk_norm": c.qk_norm,

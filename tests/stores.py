@@ -34,8 +34,13 @@ def source_values(weight: SourceWeight) -> F32:
         data = np.fromfile(tensor.path, np.uint8, tensor.nbytes, offset=tensor.offset)
         codes = index == 0 and weight.format.kind == "affine"
         raw = data.view(np.uint32 if codes else raw_dtype(weight.format))
-        arrays.append(raw.reshape(weight.shape[0], -1))
-    return dequantize_mlx(MlxArrays(*arrays), weight.format).reshape(weight.shape)
+        arrays.append(raw.reshape(weight.source_rows or weight.shape[0], -1))
+    values = dequantize_mlx(MlxArrays(*arrays), weight.format)
+    if weight.rows:
+        values = values[np.concatenate([np.arange(*rows) for rows in weight.rows])]
+    if weight.taps:
+        values = values.reshape(-1, weight.taps).T
+    return (values + np.float32(weight.add_one)).reshape(weight.shape)
 
 
 def raw_tensors(path: Path) -> dict[str, tuple[str, NDArray[Any]]]:

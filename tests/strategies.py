@@ -46,6 +46,12 @@ class Choices:
     moe_intermediate_size: int = 64
     shared_expert_intermediate_size: int = 64
     """0: no shared expert."""
+    linear_num_key_heads: int = 2
+    linear_num_value_heads: int = 4
+    linear_key_head_dim: int = 32
+    linear_value_head_dim: int = 32
+    linear_conv_kernel_dim: int = 4
+    full_attention_interval: int = 2
     dense_layers: tuple[int, ...] = ()
     """Layers without experts; where only the first can be, as many of those."""
     n_group: int = 1
@@ -153,9 +159,14 @@ class _Builder:
             name = source if source.startswith("lm_head") else f"model.{source}"
             if len(entry.shape) == 2:
                 stack, cols = max(entry.stack, 1), entry.shape[1]
-                self._resident(entry.name, name, (entry.shape[0] // stack, cols), entry.stack)
+                rows = entry.source_rows or entry.shape[0] // stack
+                self._resident(entry.name, name, (rows, cols), entry.stack)
+            elif entry.taps:
+                self._convolution(f"{name}.weight", entry.shape[0] // entry.taps, entry.taps)
             elif name.endswith(("_bias", ".bias")):
                 self._vector(name, entry.shape[0], 0.0)
+            elif name.endswith(".A_log"):
+                self._vector(name, entry.shape[0], -2.0)
             else:
                 self._vector(f"{name}.weight", entry.shape[0], 1.0)
         for layer in wanted.experts.layers:
@@ -238,6 +249,11 @@ class _Builder:
         values = self._rng(name).normal(mean, 0.1, size).astype(np.float32)
         self.tensors[name] = ("BF16", formats.f32_to_bf16(values))
 
+    def _convolution(self, name: str, channels: int, taps: int) -> None:
+        """As MLX has it; every tap counts."""
+        values = self._rng(name).normal(0.5, 0.3, (channels, taps, 1)).astype(np.float32)
+        self.tensors[name] = ("BF16", formats.f32_to_bf16(values))
+
 
 def _behind(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Two stacked weights as one: each expert's rows of the second behind those of the first."""
@@ -287,6 +303,7 @@ def checkpoint_choices(draw: st.DrawFn, /, **fixed: Any) -> Choices:
     layers = draw(st.integers(1, 3))
     groups = draw(st.sampled_from([n for n in (1, 2, 3) if experts % n == 0 and experts >= 2 * n]))
     kept = draw(st.integers(1, groups))
+    key_heads, value_dim = draw(st.integers(1, 2)), draw(st.sampled_from([16, 32, 64]))
     choices = Choices(
         model_type=draw(st.sampled_from(sorted(FAMILIES))),
         hidden_size=64 * draw(st.integers(1, 3)),
@@ -298,6 +315,12 @@ def checkpoint_choices(draw: st.DrawFn, /, **fixed: Any) -> Choices:
         num_experts_per_tok=draw(st.integers(1, min(experts * kept // groups, 8))),
         moe_intermediate_size=64 * draw(st.integers(1, 2)),
         shared_expert_intermediate_size=64 * draw(st.integers(0, 2)),
+        linear_num_key_heads=key_heads,
+        linear_num_value_heads=key_heads * draw(st.integers(1, 2)) * (64 // value_dim),
+        linear_key_head_dim=draw(st.sampled_from([16, 48])),
+        linear_value_head_dim=value_dim,
+        linear_conv_kernel_dim=draw(st.sampled_from([1, 2, 4])),
+        full_attention_interval=draw(st.integers(1, 4)),
         dense_layers=tuple(draw(st.sets(st.integers(0, layers - 1), max_size=layers - 1))),
         n_group=groups,
         topk_group=kept,

@@ -24,7 +24,8 @@ class ResidentName:
     """A tensor that stays in memory.
 
     ``source`` is its name in the checkpoint without prefix, where that differs from the store's.
-    A name that ends in ``.bias`` is a tensor itself, any other a module with a ``.weight``.
+    A name that ends in ``.bias`` is a tensor itself, any other a module with a ``.weight`` or, if
+    there is none, a tensor.
     """
 
     name: str
@@ -35,6 +36,15 @@ class ResidentName:
     """Above 0: the checkpoint has so many matrices in one tensor, whose rows are these."""
     part: HeadPart | None = None
     """What a stack of matrices is made of where the checkpoint has no such tensor."""
+    rows: tuple[tuple[int, int], ...] = ()
+    """Which rows of the source it is, from and to, in its order; empty: all of them."""
+    source_rows: int = 0
+    """How many the source has, where ``rows`` are given."""
+    taps: int = 0
+    """Above 0: a convolution's, a vector of each channel's first tap, then each second one. The
+    source is [channels, 1, taps] as published, [channels, taps, 1] as MLX has it."""
+    zero_centred: bool = False
+    """A norm that is less by 1 in a checkpoint whose convolutions are as published."""
 
 
 @dataclass(frozen=True)

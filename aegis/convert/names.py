@@ -36,6 +36,14 @@ class SourceWeight:
     """What a plain weight becomes while it is converted; None: it stays what it is."""
     heads: tuple[SourceWeight, HeadPart] | None = None
     """The weight it is a part of. One that is quantised becomes plain, and then its target."""
+    rows: tuple[tuple[int, int], ...] = ()
+    """Which rows of the tensors these are, from and to, in this order; empty: all of them."""
+    source_rows: int = 0
+    """How many the tensors have, where ``rows`` are given."""
+    taps: int = 0
+    """Above 0: every channel's taps, to be stored tap by tap."""
+    add_one: bool = False
+    """The numbers are less by 1 than what is stored."""
 
     @property
     def stored(self) -> Format:
@@ -44,7 +52,19 @@ class SourceWeight:
 
     def row_nbytes(self, part: int) -> int:
         """Bytes of one row of one of the tensors."""
-        return self.tensors[part].nbytes // self.shape[0]
+        return self.tensors[part].nbytes // (self.source_rows or self.shape[0])
+
+    def places(self, rows: range) -> list[range]:
+        """Where these rows lie in the tensors."""
+        if not self.rows:
+            return [rows]
+        found, at = [], 0
+        for start, stop in self.rows:
+            first, last = max(rows.start, at), min(rows.stop, at + stop - start)
+            if first < last:
+                found.append(range(start + first - at, start + last - at))
+            at += stop - start
+        return found
 
 
 @dataclass(frozen=True)
@@ -82,11 +102,14 @@ def resolve(checkpoint: Checkpoint, tensor_map: TensorMap) -> Resolved:
         CheckpointError: naming the tensor that is missing, left over, or of another shape or type.
     """
     finder = _Finder(checkpoint, tensor_map)
+    published = any(map(finder.is_published, tensor_map.resident))
     resident = {}
     for entry in tensor_map.resident:
         if entry.optional and not finder.has(entry.source or entry.name):
             continue
-        resident[entry.name] = finder.resident(entry)
+        weight = finder.resident(entry)
+        add_one = published and entry.zero_centred
+        resident[entry.name] = replace(weight, add_one=True) if add_one else weight
     names = tensor_map.experts
     experts = {
         layer: {part: finder.experts(names, layer, part) for part in PARTS}
@@ -132,13 +155,30 @@ class _Finder:
         self._used.add(name)
         return self._tensors[name]
 
+    def is_published(self, entry: ResidentName) -> bool:
+        """Whether it is a convolution as its publisher writes it, rather than as MLX has it."""
+        tensor = self._tensors.get(self._tensor_name(entry.source or entry.name))
+        return entry.taps > 1 and tensor is not None and tensor.shape[1:] == (1, entry.taps)
+
     def resident(self, entry: ResidentName) -> SourceWeight:
         """A tensor that stays in memory."""
         source, part = entry.source or entry.name, entry.part
+        if entry.rows:
+            whole = self.weight(source, (entry.source_rows, *entry.shape[1:]))
+            return replace(whole, shape=entry.shape, rows=entry.rows, source_rows=entry.source_rows)
+        if entry.taps:
+            channels = entry.shape[0] // entry.taps
+            inner = (1, entry.taps) if self.is_published(entry) else (entry.taps, 1)
+            convolution = self.weight(source, (channels, *inner))
+            return replace(convolution, shape=entry.shape, taps=entry.taps)
         rows = entry.shape[0] // (entry.stack or 1)
         if part is None or self.has(source) or not self.has(part.source):
             return self.weight(source, (rows, *entry.shape[1:]), entry.stack)
-        cols = rows if part.transposed else entry.shape[1]
+        return self._part(entry, part)
+
+    def _part(self, entry: ResidentName, part: HeadPart) -> SourceWeight:
+        """A stack of matrices that the checkpoint has as a part of another matrix."""
+        cols = entry.shape[0] // entry.stack if part.transposed else entry.shape[1]
         whole = self.weight(part.source, (entry.stack * part.head_rows, cols))
         plain = Format("dense", whole.format.dtype)
         target = whole.format if whole.format.kind == "affine" else None

@@ -88,12 +88,20 @@ def packed(
     ``role`` names the streams to read through. ``fmt`` is the stored format.
     """
     if len(weight.shape) == 1:
-        numbers = _read_weight(streams, role, weight, rows, weight.stored).weight
-        yield to_f32(numbers.reshape(-1), weight.stored).view(np.uint8)
+        yield _vector(streams, role, weight, rows).view(np.uint8)
     elif layout == "il16":
         yield from _packed_il16(streams, role, weight, rows, fmt)
     else:
         yield from _packed_row(streams, role, weight, rows, fmt, align)
+
+
+def _vector(streams: Streams, role: str, weight: SourceWeight, rows: range) -> NDArray[np.float32]:
+    """A whole vector as it is stored."""
+    numbers = to_f32(_read_weight(streams, role, weight, rows, weight.stored).weight, weight.stored)
+    if weight.add_one and weight.target is None:
+        # Exactly; where the checkpoint is quantised meanwhile it was added in the numbers' type.
+        numbers = numbers + np.float32(1)
+    return np.ascontiguousarray(numbers.reshape(-1, weight.taps or 1).T).reshape(-1)
 
 
 def _params_nbytes(numbers: int, fmt: Format) -> int:
@@ -170,6 +178,9 @@ def _read_weight(
         return MlxArrays(*(_read_part(streams, role, weight, i, rows, fmt.bits) for i in count))
     tensor, target = weight.tensors[0], weight.target
     raw = _read_numbers(streams, role, weight, 0, rows)
+    if weight.add_one:
+        _refuse_not_finite(raw, weight.format, tensor)
+        raw = from_f32(to_f32(raw, weight.format) + np.float32(1), weight.format)
     if target.dtype != weight.format.dtype:
         _refuse_not_finite(raw, weight.format, tensor)
         with np.errstate(over="ignore"):
@@ -210,8 +221,16 @@ def _read_numbers(
 
         return head_parts(read, *weight.heads, rows)
     tensor, row_nbytes = weight.tensors[index], weight.row_nbytes(index)
-    offset = tensor.offset + rows.start * row_nbytes
-    data = streams.read(f"{role}.{index}", tensor.path, offset, len(rows) * row_nbytes)
+    pieces = [
+        streams.read(
+            f"{role}.{index}",
+            tensor.path,
+            tensor.offset + place.start * row_nbytes,
+            len(place) * row_nbytes,
+        )
+        for place in weight.places(rows)
+    ]
+    data = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
     words = weight.format.kind == "affine" and index == 0
     raw: Raw = data.view(np.uint32 if words else raw_dtype(weight.format))
     return raw.reshape(len(rows), -1)

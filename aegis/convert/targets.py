@@ -106,6 +106,7 @@ def _target(
     plain = name.endswith((*rules.plain, ".bias")) or len(weight.shape) != 2
     # The group that was asked for decides, also for what then gets one of its own.
     if plain or weight.shape[1] % spec.group_size:
-        return None if dtype == weight.format.dtype else Format("dense", dtype)
+        same = dtype == weight.format.dtype and not weight.add_one
+        return None if same else Format("dense", dtype)
     chosen = _EIGHT_BIT if name.endswith(rules.eight_bit) else spec
     return Format("affine", dtype, chosen.bits, chosen.group_size)

@@ -16,6 +16,7 @@ from aegis.engine.logits_room import LogitsRoom
 from aegis.engine.lookahead import Lookahead
 from aegis.engine.opening import Opened, open_model
 from aegis.engine.planning import settings_for
+from aegis.engine.recurrent import Recurrence
 from aegis.engine.token_ids import refuse_no_ids, token_array, whole
 from aegis.engine.turn import Turn, in_turn
 from aegis.errors import AegisError, UsageError
@@ -61,6 +62,7 @@ class Engine:
         """Hold it to make several calls one, as far as other threads can tell."""
         self._room = LogitsRoom(opened)
         self._look = Lookahead(opened.forward, queue)
+        self._recurrence = Recurrence(opened.recurrent_states)
         # One that is dropped closes itself. Not when the interpreter ends: all ends then.
         self._dropped = weakref.finalize(self, _close, opened, self.turn)
         self._dropped.atexit = False
@@ -196,8 +198,10 @@ class Engine:
         return count
 
     def uncached(self, ids: Sequence[int]) -> int:
-        """How many tokens of ``ids`` feeding them would compute: at least the last."""
-        return len(ids) - min(self.cached_prefix(ids), max(len(ids) - 1, 0))
+        """How many tokens of ``ids`` feeding them would compute: at least the last, and where
+        layers have recurrent states, what lies behind the copy of them."""
+        start = min(self.cached_prefix(ids), max(len(ids) - 1, 0))
+        return len(ids) - self._recurrence.reachable(start)
 
     @in_turn
     def feed(self, ids: Sequence[int]) -> Any:
@@ -214,7 +218,7 @@ class Engine:
         if 1 < len(ids) == len(self._cached) + 1 and self._cached == token_array(ids[:-1]):
             return self._feed_token(ids[-1])
         ids = self._check(ids)
-        start = len(ids) - self.uncached(ids)
+        start = min(self.cached_prefix(ids), len(ids) - 1)
         hidden = [chunk[-1:] for chunk, _ in self._hidden(ids, start)]
         return hidden[-1]
 
@@ -228,11 +232,20 @@ class Engine:
         token = self._checked_token(token)
         if len(self._cached) >= self.context:
             raise UsageError(f"the context of {self.context} tokens is full; open a longer one")
-        hidden = self._look.take(token)
-        if hidden is None:
-            hidden = self._guarded(self._opened.forward.decode, token, len(self._cached))
+        self._catch_up(len(self._cached))
+        hidden = self._guarded(self._recurrence.moving, len(self._cached) + 1, self._decoded, token)
         self._cached.append(token)
         return hidden
+
+    def _decoded(self, token: int) -> Any:
+        ahead = self._look.take(token)
+        return self._opened.forward.decode(token, len(self._cached)) if ahead is None else ahead
+
+    def _catch_up(self, position: int) -> None:
+        """Compute what recurrent states lack of the cached tokens, where a pass before failed."""
+        if not self._recurrence.are_behind(position):
+            for _ in self._hidden(self._cached.tolist(), position):
+                pass
 
     @in_turn
     def next_token(self, ids: Sequence[int], sampler: Sampler, more: bool = False) -> int:
@@ -387,8 +400,12 @@ class Engine:
         return wanted
 
     def _hidden(self, ids: Sequence[int], start: int) -> Iterator[tuple[Any, int]]:
-        """Compute ids[start:] in chunks; yields (hidden [T, H], absolute position of its first)."""
+        """Compute ids[start:] in chunks; yields (hidden [T, H], absolute position of its first).
+
+        Where layers have recurrent states it may begin before ``start``.
+        """
         self._guarded(self._begin_prompt)
+        start = self._guarded(self._recurrence.resume, start)
         del self._cached[start:]
         step, tiers = self.plan.prefill_step, self._opened.tiers
         if len(ids) - start == 1:
@@ -400,6 +417,8 @@ class Engine:
             while begin < len(ids):
                 # On a grid of absolute positions: some backends' bits depend on a chunk's rows.
                 end = min(len(ids), (begin // step + 1) * step)
+                if begin and end == len(ids):
+                    self._guarded(self._recurrence.keep, begin)
                 yield self._chunk(list(ids[begin:end]), begin), begin
                 begin = end
         finally:
@@ -409,7 +428,8 @@ class Engine:
         """Hidden states [T, H] of one chunk."""
         if len(ids) == 1:
             return self._feed_token(ids[0])
-        hidden = self._guarded(self._opened.forward.prefill, ids, begin)
+        prefill, end = self._opened.forward.prefill, begin + len(ids)
+        hidden = self._guarded(self._recurrence.moving, end, prefill, ids, begin)
         self._cached.extend(ids)
         return hidden
 

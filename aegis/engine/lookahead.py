@@ -3,7 +3,7 @@
 Where calls queue and nothing has to wait for a router, a greedy choice needs no host: the token
 goes from the head into the embedding, and the host learns of it while the device is busy with what
 follows. What was computed in vain, behind an end token say, is forgotten: the cache's next position
-is simply written again.
+is simply written again, and recurrent states are still there as they were before it.
 """
 
 from __future__ import annotations

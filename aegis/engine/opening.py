@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from aegis.checkpoint.storage import storage_of
 from aegis.engine import memory
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from aegis.checkpoint.layout import ExpertGeometry
     from aegis.checkpoint.store import Store
-    from aegis.kernels.base import Backend, KVCache, Weight
+    from aegis.kernels.base import Backend, KVCache, RecurrentState, Weight
     from aegis.text.tokenizer import Tokenizer
 
 _EMBEDDING = "embed_tokens"
@@ -71,6 +71,12 @@ class Opened:
     disk_embedding: DiskEmbedding | None
     runtime_nbytes: int
     """Measured after loading libraries and tokenizer, before the arena."""
+
+    @property
+    def recurrent_states(self) -> list[RecurrentState]:
+        """Of the layers that have one instead of keys and values."""
+        layers, places = self.decoder.layers, self.request.shape.delta_layers
+        return [cast("RecurrentState", layers[place].cache) for place in places]
 
     @property
     def forward(self) -> Forward:
@@ -269,8 +275,7 @@ def _allocate(
     workspace = request.workspace(plan.prefill_step)
     scratch = 0 if "workspace" in backend.owned else backend.workspace_nbytes(workspace)
     backend.open_workspace(workspace, arena.take("workspace", scratch))
-    kv_nbytes = 0 if "kv_cache" in backend.owned else items["kv_cache"]
-    caches = _caches(backend, request, arena.take("kv_cache", kv_nbytes))
+    caches = _caches(backend, request, arena, items)
     rows = arena.take("embedding_rows", items["embedding_rows"], _ALIGN) if on_disk else None
     slots = _slots(backend, arena, plan.total_slots, geometry)
     backend.bind_slots(slots)
@@ -325,13 +330,27 @@ def _slots(backend: Backend, arena: Arena, count: int, geometry: ExpertGeometry)
     return slots
 
 
-def _caches(backend: Backend, request: Request, region: NDArray[np.uint8]) -> list[KVCache]:
-    """Every layer's cache, one behind the other on 64-byte boundaries of an arena's region."""
-    caches, start = [], 0
-    for spec in request.kv_specs():
-        nbytes = backend.kv_nbytes(spec)
-        caches.append(backend.kv_cache(spec, region[start : start + nbytes]))
-        start = align_up(start + nbytes, 64)
+def _caches(
+    backend: Backend, request: Request, arena: Arena, items: dict[str, int]
+) -> list[KVCache]:
+    """Every layer's cache or recurrent state, each on a 64-byte boundary of an arena's region."""
+    regions = {
+        name: arena.take(name, 0 if name in backend.owned else items[name])
+        for name in ("kv_cache", "recurrent_state")
+    }
+    shape, spec = request.shape, request.kv_spec
+    caches: list[KVCache] = []
+    starts = dict.fromkeys(regions, 0)
+    for layer in range(shape.num_hidden_layers):
+        delta = shape.delta if layer in shape.delta_layers else None
+        name = "kv_cache" if delta is None else "recurrent_state"
+        nbytes = backend.kv_nbytes(spec) if delta is None else backend.recurrent_nbytes(delta)
+        place = regions[name][starts[name] : starts[name] + nbytes]
+        if delta is None:
+            caches.append(backend.kv_cache(spec, place))
+        else:
+            caches.append(backend.recurrent_state(delta, place))
+        starts[name] = align_up(starts[name] + nbytes, 64)
     return caches
 
 

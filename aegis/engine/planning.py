@@ -48,7 +48,7 @@ from aegis.settings import (
 if TYPE_CHECKING:
     from aegis.checkpoint.layout import StoreLayout
     from aegis.engine.numbers import Device
-    from aegis.kernels.base import KVSpec, Layout, Numbers, Segment
+    from aegis.kernels.base import DeltaSpec, KVSpec, Layout, Numbers, Segment
     from aegis.models.base import ModelShape
 
 _ROW_ALIGN = 4096
@@ -93,15 +93,19 @@ class Request:
             num_resident_weights=_num_resident_weights(self.layout),
             num_resident_groups=_num_resident_groups(self.layout),
             number_nbytes=NUMBER_NBYTES[self.numbers],
-            num_layers=shape.num_hidden_layers,
+            num_layers=shape.num_attention_layers,
             intermediate_size=shape.intermediate_size,
             latent=shape.latent,
+            output_gate=shape.output_gate,
+            delta=shape.delta,
+            num_delta_layers=len(shape.delta_layers),
         )
 
-    def kv_specs(self) -> list[KVSpec]:
-        """The key/value cache of every layer that keeps one."""
-        specs = self.shape.kv_specs(self.context)
-        return [replace(spec, number_nbytes=NUMBER_NBYTES[self.numbers]) for spec in specs]
+    @property
+    def kv_spec(self) -> KVSpec:
+        """The key/value cache of a layer with attention."""
+        spec = self.shape.kv_spec(self.context)
+        return replace(spec, number_nbytes=NUMBER_NBYTES[self.numbers])
 
 
 def _num_resident_weights(layout: StoreLayout) -> int:
@@ -312,7 +316,8 @@ def _plan_request(request: Request) -> PlanRequest:
         load_peak_nbytes=runtime.load_peak_nbytes + store_nbytes,
         resident_nbytes=without,
         embedding_nbytes=with_table - without,
-        kv_nbytes=sum(align_up(kv_nbytes(spec), 64) for spec in request.kv_specs()),
+        kv_nbytes=shape.num_attention_layers * align_up(kv_nbytes(request.kv_spec), 64),
+        recurrent_nbytes=_recurrent_nbytes(request),
         options=options,
         slot_nbytes=slot_nbytes(geometry.segments, geometry.stride),
         num_moe_layers=len(shape.moe_layers),
@@ -330,6 +335,16 @@ def _plan_request(request: Request) -> PlanRequest:
         around=surroundings(memory_limits(), runtime.steady_nbytes, there),
         device=device_share(settings, request.device),
     )
+
+
+def _recurrent_nbytes(request: Request) -> int:
+    """Every recurrent state and the copy of it that is kept."""
+    shape = request.shape
+    if shape.delta is None:
+        return 0
+    sizes = importlib.import_module(f"aegis.kernels.{request.backend}.sizes")
+    recurrent_nbytes = cast("Callable[[DeltaSpec], int]", sizes.recurrent_nbytes)
+    return len(shape.delta_layers) * align_up(recurrent_nbytes(shape.delta), 64)
 
 
 def _store_nbytes(request: Request) -> int:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from aegis.checkpoint.layout import StoreLayout
     from aegis.models.base import Family
 
-_SHARED = {"base", "decoder", "latent", "layers", "rotary"}
+_SHARED = {"base", "decoder", "delta", "latent", "layers", "rotary"}
 
 _ALIASES = {"kimi_k2": "deepseek_v3"}
 """Other names for what a family computes."""

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from aegis.kernels.base import (
         AttentionBlock,
         Backend,
+        DeltaSpec,
         EmbeddingBlock,
         ExpertsBlock,
         HeadBlock,
@@ -47,14 +48,23 @@ class ModelShape:
     """Of layers without experts; 0: there are none."""
     latent: LatentSizes | None = None
     """Of latent attention; there is then one head of keys, of its ``key_dim``."""
+    output_gate: bool = False
+    """Queries bring gates for what attention gives."""
+    delta: DeltaSpec | None = None
+    """Sizes of the layers with Gated DeltaNet, where there are any."""
+    delta_layers: tuple[int, ...] = ()
 
-    def kv_specs(self, context: int) -> list[KVSpec]:
-        """The key/value cache of every layer that keeps one."""
+    @property
+    def num_attention_layers(self) -> int:
+        """Layers with attention."""
+        return self.num_hidden_layers - len(self.delta_layers)
+
+    def kv_spec(self, context: int) -> KVSpec:
+        """The key/value cache of a layer with attention."""
         from aegis.kernels.base import KVSpec
 
         latent = self.latent.kv_lora_rank if self.latent else 0
-        spec = KVSpec(self.num_key_value_heads, self.head_dim, context, latent_dim=latent)
-        return [spec] * self.num_hidden_layers
+        return KVSpec(self.num_key_value_heads, self.head_dim, context, latent_dim=latent)
 
 
 @dataclass(frozen=True)
@@ -69,7 +79,8 @@ class MoeBlocks:
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """One layer: attention over its cache, then routed experts or one MLP."""
+    """One layer: attention over its cache, or what takes its place; then routed experts or one
+    MLP."""
 
     attention: AttentionBlock
     cache: KVCache

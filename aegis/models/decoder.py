@@ -22,7 +22,8 @@ from aegis.kernels.base import (
     Scoring,
 )
 from aegis.models.base import Decoder, DecoderLayer, ModelShape, MoeBlocks, Parts
-from aegis.models.latent import latent_parts, latent_shapes, latent_weights
+from aegis.models.delta import delta_names, delta_weights
+from aegis.models.latent import latent_names, latent_weights
 from aegis.models.layers import (
     attention_weights,
     mlp_weights,
@@ -90,6 +91,11 @@ class Description:
     logits_scaling: float = 1.0
     names: MoeNames = MoeNames()
     quantize: QuantizeRules = field(default_factory=QuantizeRules)
+    fused_delta: bool = False
+    """Gated DeltaNet's projections as ``delta_names`` unfuses them."""
+    zero_centred: bool = False
+    """Published norms are less by 1."""
+    prefixes: tuple[str, ...] = TensorMap.prefixes
     ignored: tuple[str, ...] = ()
     """More of ``TensorMap.ignored``."""
 
@@ -174,7 +180,7 @@ def tensor_map(model: Description) -> TensorMap:
     resident = [ResidentName("embed_tokens", (sizes.vocab_size, hidden))]
     for layer in range(sizes.num_hidden_layers):
         resident += _layer_names(layer, model)
-    resident.append(ResidentName("norm", (hidden,)))
+    resident.append(ResidentName("norm", (hidden,), zero_centred=model.zero_centred))
     if not sizes.tie_word_embeddings:
         resident.append(ResidentName("lm_head", (sizes.vocab_size, hidden)))
     tied = (r"lm_head\..*",) if sizes.tie_word_embeddings else ()
@@ -193,37 +199,51 @@ def tensor_map(model: Description) -> TensorMap:
         fused=(prefix + names.fused[0], prefix + names.fused[1]) if names.fused else None,
     )
     ignored = (*TensorMap.ignored, *tied, *model.ignored)
-    return TensorMap(tuple(resident), experts, ignored=ignored, quantize=model.quantize)
+    return TensorMap(tuple(resident), experts, model.prefixes, ignored, model.quantize)
 
 
 def _layer_names(layer: int, model: Description) -> list[ResidentName]:
     """Resident tensors of one layer, in the order they are used."""
     sizes, prefix = model.shape, f"layers.{layer}."
     norm = (sizes.hidden_size,)
-    shapes = {"input_layernorm": norm, **_attention_shapes(model), "post_attention_layernorm": norm}
+    shapes: dict[str, tuple[int, ...]] = {"input_layernorm": norm}
+    own: dict[str, ResidentName] = {}
+    if sizes.delta is not None and layer in sizes.delta_layers:
+        own = delta_names(sizes.delta, model.fused_delta)
+    elif model.latent is not None:
+        own = latent_names(model.latent, prefix)
+    shapes |= {name: entry.shape for name, entry in own.items()} or _attention_shapes(model)
+    shapes["post_attention_layernorm"] = norm
     if layer in sizes.moe_layers:
         shapes |= _moe_shapes(model)
     else:
         shapes |= _mlp_shapes("mlp", sizes.hidden_size, sizes.intermediate_size)
-    parts = latent_parts(model.latent, prefix) if model.latent else {}
+    entries = (own.get(name) or _entry(name, shape, model) for name, shape in shapes.items())
     return [
-        ResidentName(
-            prefix + name,
-            shape,
-            _source(prefix, name, model.names),
-            stack=sizes.num_attention_heads if name in parts else 0,
-            part=parts.get(name),
-        )
-        for name, shape in shapes.items()
+        replace(entry, name=prefix + entry.name, source=entry.source and prefix + entry.source)
+        for entry in entries
     ]
 
 
-def _source(prefix: str, name: str, names: MoeNames) -> str:
+def _entry(name: str, shape: tuple[int, ...], model: Description) -> ResidentName:
+    """A tensor by its name in the layer."""
+    return ResidentName(
+        name,
+        shape,
+        _source(name, model.names),
+        zero_centred=model.zero_centred and name.endswith(_ZERO_CENTRED),
+    )
+
+
+def _source(name: str, names: MoeNames) -> str:
     """What the checkpoint calls a tensor of a layer; empty where it calls it the same."""
     for own, theirs in (("mlp.gate", names.gate), ("mlp.shared_expert", names.shared)):
         if own != theirs and (name == own or name.startswith(own + ".")):
-            return prefix + theirs + name.removeprefix(own)
+            return theirs + name.removeprefix(own)
     return ""
+
+
+_ZERO_CENTRED = ("layernorm", ".q_norm", ".k_norm")
 
 
 def _moe_shapes(model: Description) -> dict[str, tuple[int, ...]]:
@@ -248,13 +268,11 @@ def _mlp_shapes(name: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]
 
 
 def _attention_shapes(model: Description) -> dict[str, tuple[int, ...]]:
-    if model.latent is not None:
-        return latent_shapes(model.latent)
     sizes, shapes = model.shape, dict[str, tuple[int, ...]]()
     heads = {"q": sizes.num_attention_heads}
     heads["k"] = heads["v"] = sizes.num_key_value_heads
     for p, count in heads.items():
-        rows = count * sizes.head_dim
+        rows = count * sizes.head_dim * (2 if p == "q" and sizes.output_gate else 1)
         shapes[f"self_attn.{p}_proj"] = (rows, sizes.hidden_size)
         if model.qkv_bias:
             shapes[f"self_attn.{p}_proj.bias"] = (rows,)
@@ -311,7 +329,10 @@ def _moe(model: Description, parts: Parts, index: int) -> MoeBlocks:
 
 
 def _attention(model: Description, parts: Parts, layer: int) -> AttentionBlock:
+    """Attention, or what takes its place in this layer."""
     sizes, weights, backend = model.shape, parts.weights, parts.backend
+    if sizes.delta is not None and layer in sizes.delta_layers:
+        return backend.delta(sizes.delta, delta_weights(weights, layer))
     if model.latent is not None:
         return backend.latent_attention(model.latent, latent_weights(weights, layer))
     spec = AttentionSpec(
@@ -324,6 +345,7 @@ def _attention(model: Description, parts: Parts, layer: int) -> AttentionBlock:
         qk_norm=model.qk_norm,
         scale=model.attention_scale,
         residual_multiplier=model.residual_multiplier,
+        output_gate=sizes.output_gate,
     )
     return backend.attention(spec, attention_weights(weights, layer))
 

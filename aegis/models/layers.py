@@ -84,6 +84,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "n_group": (1, None),
     "topk_group": (1, None),
     "linear_num_value_heads": (None,),
+    "attn_output_gate": (False, None),
     "kv_lora_rank": (None,),
     "q_lora_rank": (None,),
     "attention_sinks": (False, None),

@@ -88,21 +88,25 @@ class MlxAttention:
 
     def __call__(self, x: mx.array, cache: KVCache, start: int) -> mx.array:
         """x [T, H] at positions start.. to x + attention, keys and values appended."""
-        mixed = self.attend(x, cache, start)
-        return self._leave_one(x, mixed) if x.shape[0] == 1 else self.leave(x, mixed)
+        parts = self.attend(x, cache, start)
+        return self._leave_one(x, *parts) if x.shape[0] == 1 else self.leave(x, *parts)
 
-    def attend(self, x: mx.array, cache: KVCache, start: int) -> mx.array:
-        """The same without what comes behind the heads: [1, heads, T, head_dim]."""
+    def attend(self, x: mx.array, cache: KVCache, start: int) -> tuple[mx.array, ...]:
+        """The same without what comes behind the heads: their outputs, and gates for these where
+        the model has some, all [1, heads, T, head_dim]."""
         kv = cast(MlxKVCache, cache)
         enter = self._enter_one if x.shape[0] == 1 else self._enter
-        q, k, v = enter(x, self._positions.at(start))
+        q, k, v, *gates = enter(x, self._positions.at(start))
         kv.append(k, v, start)
-        return over_keys(q, kv, start, self._scale, self._rows)
+        return over_keys(q, kv, start, self._scale, self._rows), *gates
 
-    def _enter(self, x: mx.array, start: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """x [T, H] to queries, keys and values [1, heads, T, head_dim], rotated."""
+    def _enter(self, x: mx.array, start: mx.array) -> tuple[mx.array, ...]:
+        """x [T, H] to queries, keys and values [1, heads, T, head_dim], rotated; and gates."""
         spec, rows = self._spec, x.shape[0]
         out = self._qkv(mx.fast.rms_norm(x, self._norm, spec.rms_norm_eps))
+        gates: list[mx.array] = []
+        if spec.output_gate:
+            out, gates = self._without_gates(out)
         if spec.qk_norm == "all":
             out = self._normed_projections(out)
         if rows == 1:
@@ -123,7 +127,16 @@ class MlxAttention:
             offset=start,
             freqs=self._periods,
         )
-        return rotated[:, :queries], rotated[:, queries:], heads[:, values:]
+        return rotated[:, :queries], rotated[:, queries:], heads[:, values:], *gates
+
+    def _without_gates(self, out: mx.array) -> tuple[mx.array, list[mx.array]]:
+        """The projections as if there were no gates, and these."""
+        spec, rows = self._spec, out.shape[0]
+        width = 2 * spec.num_attention_heads * spec.head_dim
+        pairs = out[:, :width].reshape(rows, spec.num_attention_heads, 2, spec.head_dim)
+        gates = pairs[:, :, 1].swapaxes(0, 1)[None]
+        queries = pairs[:, :, 0].reshape(rows, -1)
+        return mx.concatenate([queries, out[:, width:]], axis=-1), [gates]
 
     def _normed_projections(self, out: mx.array) -> mx.array:
         """Queries, keys and values [T, width], the first two normed over all of their heads."""
@@ -135,9 +148,11 @@ class MlxAttention:
         k = mx.fast.rms_norm(out[:, queries:values], k_norm, spec.rms_norm_eps)
         return mx.concatenate([q, k, out[:, values:]], axis=-1)
 
-    def leave(self, x: mx.array, mixed: mx.array) -> mx.array:
+    def leave(self, x: mx.array, mixed: mx.array, *gates: mx.array) -> mx.array:
         """x [T, H] plus what the heads' outputs become."""
         rows = x.shape[0]
+        for gate in gates:
+            mixed = mixed * mx.sigmoid(gate)
         out = self._o((mixed if rows == 1 else mixed.swapaxes(1, 2)).reshape(rows, -1))
         multiplier = self._spec.residual_multiplier
         return x + (out if multiplier == 1 else out * multiplier)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from aegis.kernels.base import (
     AttentionSpec,
+    DeltaSpec,
     ExpertsSpec,
     Format,
     HeadSpec,
@@ -28,6 +29,7 @@ from aegis.kernels.base import (
 )
 from aegis.kernels.mlx import device, sizes
 from aegis.kernels.mlx.attention import MlxAttention, MlxKVCache, Positions
+from aegis.kernels.mlx.delta import MlxDelta, MlxRecurrentState
 from aegis.kernels.mlx.embedding import MlxEmbedding
 from aegis.kernels.mlx.experts import MlxExperts
 from aegis.kernels.mlx.head import MlxHead
@@ -47,6 +49,7 @@ class MlxBackend:
         "resident_weights",
         "embedding_table",
         "kv_cache",
+        "recurrent_state",
         "workspace",
         "logits",
         "staging",
@@ -72,6 +75,10 @@ class MlxBackend:
         """Bytes of one layer's cache."""
         return sizes.kv_nbytes(spec)
 
+    def recurrent_nbytes(self, spec: DeltaSpec) -> int:
+        """Bytes of one layer's recurrent states."""
+        return sizes.recurrent_nbytes(spec)
+
     def open_workspace(self, spec: WorkspaceSpec, buffer: NDArray[np.uint8]) -> None:
         """Nothing to bind: MLX allocates as it computes."""
 
@@ -81,6 +88,12 @@ class MlxBackend:
         self.memory.kv_nbytes += cache.nbytes
         return cache
 
+    def recurrent_state(self, spec: DeltaSpec, buffer: NDArray[np.uint8]) -> MlxRecurrentState:
+        """A state of its own."""
+        state = MlxRecurrentState(spec)
+        self.memory.recurrent_nbytes += state.nbytes
+        return state
+
     def bind_slots(self, slots: SlotMemory) -> None:
         """All large memory has been allocated: keep it from being paged out."""
         held = self.memory.measured()
@@ -89,6 +102,10 @@ class MlxBackend:
     def attention(self, spec: AttentionSpec, weights: Mapping[str, Weight]) -> MlxAttention:
         """An attention block."""
         return MlxAttention(self.memory, self._traits, self._positions, spec, weights)
+
+    def delta(self, spec: DeltaSpec, weights: Mapping[str, Weight]) -> MlxDelta:
+        """A Gated DeltaNet block."""
+        return MlxDelta(self.memory, self._traits, spec, weights)
 
     def latent_attention(
         self, spec: LatentAttentionSpec, weights: Mapping[str, Weight]

@@ -45,16 +45,16 @@ class MlxLatentAttention:
 
     def __call__(self, x: mx.array, cache: KVCache, start: int) -> mx.array:
         """x [T, H] at positions start.. to x + attention, latents and keys appended."""
-        mixed = self.attend(x, cache, start)
+        (mixed,) = self.attend(x, cache, start)
         return self._leave_one(x, mixed) if x.shape[0] == 1 else self.leave(x, mixed)
 
-    def attend(self, x: mx.array, cache: KVCache, start: int) -> mx.array:
+    def attend(self, x: mx.array, cache: KVCache, start: int) -> tuple[mx.array]:
         """The latents that heads attended to: [1, heads, T, kv_lora_rank]."""
         kv = cast(MlxKVCache, cache)
         enter = self._enter_one if x.shape[0] == 1 else self._enter
         q, k = enter(x, self._positions.at(start))
         kv.append(k, None, start)
-        return over_keys(q, kv, start, self._spec.scale, ATTENTION_ROWS)
+        return (over_keys(q, kv, start, self._spec.scale, ATTENTION_ROWS),)
 
     def _enter(self, x: mx.array, start: mx.array) -> tuple[mx.array, mx.array]:
         """x [T, H] to queries [1, heads, T, key_dim] and keys [1, 1, T, key_dim]."""

@@ -12,6 +12,7 @@ import mlx.core as mx
 from aegis.kernels.base import KVCache
 from aegis.kernels.mlx import device
 from aegis.kernels.mlx.attention import MlxAttention
+from aegis.kernels.mlx.delta import MlxDelta
 from aegis.kernels.mlx.experts import MlxExperts
 from aegis.kernels.mlx.latent import MlxLatentAttention
 from aegis.kernels.mlx.router import MlxRouter, MlxRouting
@@ -22,7 +23,7 @@ class MlxLayer:
 
     def __init__(
         self,
-        attention: MlxAttention | MlxLatentAttention,
+        attention: MlxAttention | MlxDelta | MlxLatentAttention,
         router: MlxRouter,
         experts: MlxExperts,
     ) -> None:
@@ -33,14 +34,14 @@ class MlxLayer:
         self, x: mx.array, cache: KVCache, start: int, table: mx.array
     ) -> tuple[mx.array, MlxRouting]:
         """See QueuedLayer."""
-        mixed = self._attention.attend(x, cache, start)
-        out, chosen = self._behind_heads(x, mixed, table)
+        parts = self._attention.attend(x, cache, start)
+        out, chosen = self._behind_heads(x, table, *parts)
         self._experts.queued(out)
         return out, MlxRouting(chosen, None, self._router.spec)
 
-    def _compute(self, x: mx.array, mixed: mx.array, table: mx.array) -> tuple[mx.array, mx.array]:
+    def _compute(self, x: mx.array, table: mx.array, *parts: mx.array) -> tuple[mx.array, mx.array]:
         """The residual stream behind the layer [1, H], and the ids of the chosen [1, K]."""
-        x = self._attention.leave(x, mixed)
+        x = self._attention.leave(x, *parts)
         normed, weights, chosen = self._router.route(x)
         shared = self._experts.shared_expert(normed)
         return self._experts.one_row(x, normed, weights, table[chosen.reshape(-1)], *shared), chosen

@@ -53,6 +53,8 @@ class MlxMemory:
         behind the other in every slot."""
         self.kv_nbytes = 0
         """What KV caches have taken."""
+        self.recurrent_nbytes = 0
+        """What recurrent states may take."""
         self._held_nbytes = {"slots": 0, "resident_weights": 0}
 
     def resident(self, nbytes: int) -> NDArray[np.uint8]:
@@ -147,6 +149,8 @@ class MlxMemory:
     def measured(self) -> dict[str, int]:
         """See OwnMemory. What is none of the others' is workspace."""
         held = self._held_nbytes | {"kv_cache": self.kv_nbytes}
+        if self.recurrent_nbytes:
+            held["recurrent_state"] = self.recurrent_nbytes
         peak = int(mx.get_peak_memory()) - sum(held.values())
         return held | {"workspace": max(0, peak)}
 

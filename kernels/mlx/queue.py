@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 from aegis.kernels.base import AttentionBlock, ExpertsBlock, RouterBlock, Routing
 from aegis.kernels.mlx import device
 from aegis.kernels.mlx.attention import MlxAttention
+from aegis.kernels.mlx.delta import MlxDelta
 from aegis.kernels.mlx.experts import MlxExperts
+from aegis.kernels.mlx.latent import MlxLatentAttention
 from aegis.kernels.mlx.layer import MlxLayer
 from aegis.kernels.mlx.router import MlxRouter, MlxRouting
 
@@ -41,7 +43,9 @@ class MlxQueue:
     ) -> MlxLayer:
         """See Queue."""
         return MlxLayer(
-            cast(MlxAttention, attention), cast(MlxRouter, router), cast(MlxExperts, experts)
+            cast(MlxAttention | MlxDelta | MlxLatentAttention, attention),
+            cast(MlxRouter, router),
+            cast(MlxExperts, experts),
         )
 
     def start(self, results: Sequence[mx.array], routings: Sequence[Routing] = ()) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from aegis.kernels.base import Format, KVSpec, Segment, WorkspaceSpec
+from aegis.kernels.base import DeltaSpec, Format, KVSpec, Segment, WorkspaceSpec
 from aegis.kernels.sizes import RECORD_ALIGN, align_up, row_parts
 
 PREFILL_STEP = 256
@@ -34,6 +34,8 @@ _NEVER_POSITIONS = 256
 where the cache happens to lie in memory of exactly its size, and bits would depend on that."""
 _PAGE = 16 << 10
 """MLX rounds large buffers up to so many bytes."""
+_STATES = 4
+"""Recurrent states of one layer that are in memory together."""
 _LIVE = 3
 """Stages of a block whose results are in memory together: each frees its inputs when it is done."""
 
@@ -88,15 +90,25 @@ def kv_nbytes(spec: KVSpec) -> int:
     return arrays * align_up(numbers * spec.number_nbytes, _PAGE)
 
 
+def recurrent_nbytes(spec: DeltaSpec) -> int:
+    """One layer's recurrent states: the one that is kept, and while tokens are computed ahead those
+    behind the last token, the one that is being computed and the next."""
+    inputs = (spec.conv_kernel_dim - 1) * spec.conv_dim
+    heads = spec.state_numbers - inputs
+    return _STATES * (align_up(4 * heads, _PAGE) + align_up(4 * inputs, _PAGE))
+
+
 def workspace_nbytes(spec: WorkspaceSpec) -> int:
     """The largest temporaries of one block, what MLX keeps for reuse, and widened scales."""
     logits = 3 * spec.max_logit_rows * spec.vocab_size * 4
-    largest = max(_attention(spec), _experts(spec))
+    largest = max(_attention(spec), _delta(spec), _experts(spec))
     return largest + logits + _widened(spec) + _kv_copy(spec) + CACHE_NBYTES + 64 * _PAGE
 
 
 def _attention(spec: WorkspaceSpec) -> int:
-    width = (spec.num_attention_heads + 2 * spec.num_key_value_heads) * spec.head_dim
+    queries_per_head = 4 if spec.output_gate else 1
+    heads = queries_per_head * spec.num_attention_heads + 2 * spec.num_key_value_heads
+    width = heads * spec.head_dim
     if spec.latent is not None:
         # Queries before they are mapped to the latents, and heads behind them.
         own = spec.latent.q_lora_rank + spec.num_attention_heads * spec.latent.v_head_dim
@@ -105,6 +117,16 @@ def _attention(spec: WorkspaceSpec) -> int:
     queries = min(spec.max_tokens, ATTENTION_ROWS)
     scores = spec.num_attention_heads * queries * spec.context
     return rows + _LIVE * scores * spec.number_nbytes
+
+
+def _delta(spec: WorkspaceSpec) -> int:
+    """All in float32, but the residual stream."""
+    delta = spec.delta
+    if delta is None:
+        return 0
+    rows = spec.max_tokens + delta.conv_kernel_dim
+    stage = delta.conv_dim + 2 * delta.value_dim
+    return rows * (2 * spec.hidden_size + (_LIVE + 1) * stage) * 4 + _LIVE * delta.state_numbers * 4
 
 
 def _experts(spec: WorkspaceSpec) -> int:

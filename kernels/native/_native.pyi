@@ -145,8 +145,43 @@ class Attention:
         norm_per_head: bool = False,
         scale: float | None = None,
         residual: float = 1.0,
+        output_gate: bool = False,
     ) -> None: ...
     def __call__(self, x: NDArray[np.float32], cache: KVCache, start: int) -> None: ...
+
+class DeltaState:
+    """State of one layer at an address (see aegis.kernels.native.delta)."""
+
+    def __init__(self, address: int, head_numbers: int, numbers: int) -> None: ...
+
+class Delta:
+    """Gated DeltaNet block; the arrays at the addresses must outlive it."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        hidden: int,
+        key_heads: int,
+        value_heads: int,
+        key_dim: int,
+        value_dim: int,
+        taps: int,
+        max_tokens: int,
+        eps: float,
+        norm: int,
+        conv: int,
+        a_log: int,
+        dt_bias: int,
+        out_norm: int,
+        qkv: LinearDesc,
+        z: LinearDesc,
+        a: LinearDesc,
+        b: LinearDesc,
+        out: LinearDesc,
+        scratch: int,
+        scratch_nbytes: int,
+    ) -> None: ...
+    def __call__(self, x: NDArray[np.float32], state: DeltaState, first: bool) -> None: ...
 
 class LatentAttention:
     """Latent attention; the arrays at the addresses must outlive it.

@@ -77,6 +77,7 @@ class NativeAttention:
             norm_per_head=spec.qk_norm == "head",
             scale=spec.scale,
             residual=spec.residual_multiplier,
+            output_gate=spec.output_gate,
         )
 
     def __call__(self, x: F32, cache: KVCache, start: int) -> F32:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from aegis.kernels.base import (
     AttentionSpec,
+    DeltaSpec,
     ExpertsSpec,
     Format,
     HeadSpec,
@@ -29,6 +30,7 @@ from aegis.kernels.base import (
 )
 from aegis.kernels.native import _native, sizes
 from aegis.kernels.native.attention import NativeAttention, NativeKVCache
+from aegis.kernels.native.delta import NativeDelta, NativeRecurrentState
 from aegis.kernels.native.embedding import NativeEmbedding
 from aegis.kernels.native.head import NativeHead
 from aegis.kernels.native.latent import NativeLatentAttention
@@ -71,6 +73,10 @@ class NativeBackend:
         """Bytes of one layer's cache."""
         return sizes.kv_nbytes(spec)
 
+    def recurrent_nbytes(self, spec: DeltaSpec) -> int:
+        """Bytes of one layer's recurrent state and its copy."""
+        return sizes.recurrent_nbytes(spec)
+
     def open_workspace(self, spec: WorkspaceSpec, buffer: NDArray[np.uint8]) -> None:
         """Bind the scratch memory."""
         self._workspace = Workspace(spec, buffer)
@@ -79,6 +85,10 @@ class NativeBackend:
         """A cache over ``buffer``."""
         return NativeKVCache(spec, buffer)
 
+    def recurrent_state(self, spec: DeltaSpec, buffer: NDArray[np.uint8]) -> NativeRecurrentState:
+        """A state over ``buffer``."""
+        return NativeRecurrentState(spec, buffer)
+
     def bind_slots(self, slots: SlotMemory) -> None:
         """Remember where slots lie."""
         self._slots = slots
@@ -86,6 +96,10 @@ class NativeBackend:
     def attention(self, spec: AttentionSpec, weights: Mapping[str, Weight]) -> NativeAttention:
         """Attention block."""
         return NativeAttention(self._pool, self._bound(), spec, weights)
+
+    def delta(self, spec: DeltaSpec, weights: Mapping[str, Weight]) -> NativeDelta:
+        """Gated DeltaNet block."""
+        return NativeDelta(self._pool, self._bound(), spec, weights)
 
     def latent_attention(
         self, spec: LatentAttentionSpec, weights: Mapping[str, Weight]

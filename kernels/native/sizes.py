@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from aegis.kernels.base import Format, LatentSizes, Segment, WorkspaceSpec
+from aegis.kernels.base import DeltaSpec, Format, LatentSizes, Segment, WorkspaceSpec
 from aegis.kernels.native.sizes_attention import (
     attention_scratch_nbytes,
+    delta_scratch_nbytes,
     head_scratch_nbytes,
     kv_nbytes,
     mlp_scratch_nbytes,
+    recurrent_nbytes,
     router_scratch_nbytes,
 )
 from aegis.kernels.sizes import GROUP, IL16_BITS
@@ -23,6 +25,7 @@ __all__ = [
     "Region",
     "experts_scratch_nbytes",
     "kv_nbytes",
+    "recurrent_nbytes",
     "regions",
     "slot_nbytes",
     "unsupported",
@@ -39,7 +42,7 @@ ACT_ROWS = 128
 TILE_ROWS = 64
 """Rows of one expert that are computed together."""
 
-HEAD_DIM_STEP, MOST_HEAD_DIM, MOST_EXPERTS = 16, 256, 4096
+HEAD_DIM_STEP, MOST_HEAD_DIM, MOST_EXPERTS, MOST_TAPS = 16, 256, 4096, 16
 MOST_LATENT = (512, 64)
 """What the C++ blocks are written for; they refuse anything else."""
 
@@ -65,6 +68,8 @@ def unsupported(spec: WorkspaceSpec) -> str | None:
         reason = _unsupported_latent(spec.latent)
     else:
         reason = _unsupported_head(spec.head_dim)
+    if reason is None and spec.delta is not None:
+        reason = _unsupported_delta(spec.delta)
     if reason is None and spec.num_experts > MOST_EXPERTS:
         reason = f"it has {spec.num_experts} experts in a layer, and the most is {MOST_EXPERTS}"
     return reason
@@ -74,6 +79,18 @@ def _unsupported_head(head_dim: int) -> str | None:
     if head_dim % HEAD_DIM_STEP or head_dim > MOST_HEAD_DIM:
         allowed = f"multiples of {HEAD_DIM_STEP} up to {MOST_HEAD_DIM}"
         return f"its head_dim is {head_dim}, and only {allowed} are implemented"
+    return None
+
+
+def _unsupported_delta(delta: DeltaSpec) -> str | None:
+    dims, taps = (delta.key_head_dim, delta.value_head_dim), delta.conv_kernel_dim
+    if any(dim % HEAD_DIM_STEP for dim in dims):
+        return (
+            f"its linear heads have {dims[0]} and {dims[1]} channels, and only multiples of"
+            f" {HEAD_DIM_STEP} are implemented"
+        )
+    if taps > MOST_TAPS:
+        return f"its convolution sees {taps} tokens, and the most is {MOST_TAPS}"
     return None
 
 
@@ -128,6 +145,7 @@ def scratch_nbytes(spec: WorkspaceSpec) -> int:
     return max(
         experts_scratch_nbytes(spec),
         attention_scratch_nbytes(spec),
+        delta_scratch_nbytes(spec),
         mlp_scratch_nbytes(spec),
         router_scratch_nbytes(spec),
         head_scratch_nbytes(spec),

@@ -5,7 +5,7 @@ The C++ blocks carve the same pieces in the same order and refuse a scratch that
 
 from __future__ import annotations
 
-from aegis.kernels.base import KVSpec, LatentSizes, WorkspaceSpec
+from aegis.kernels.base import DeltaSpec, KVSpec, LatentSizes, WorkspaceSpec
 from aegis.kernels.sizes import align_up
 
 ROW_TILE = 128
@@ -42,6 +42,11 @@ def kv_nbytes(spec: KVSpec) -> int:
     return spec.num_key_value_heads * kv_positions(spec) * dims * _F32
 
 
+def recurrent_nbytes(spec: DeltaSpec) -> int:
+    """One layer's recurrent state in float32, and the copy of it that is kept."""
+    return 2 * spec.state_numbers * _F32
+
+
 def attention_scratch_nbytes(spec: WorkspaceSpec) -> int:
     """Normed rows (later the attended ones), their sums, q, k, v, rotary values, partial results
     of one row."""
@@ -50,16 +55,33 @@ def attention_scratch_nbytes(spec: WorkspaceSpec) -> int:
     rows = min(spec.max_tokens, ROW_TILE)
     q_dim = spec.num_attention_heads * spec.head_dim
     kv_dim = spec.num_key_value_heads * spec.head_dim
+    q_width = 2 * q_dim if spec.output_gate else q_dim
     widest = max(spec.hidden_size, q_dim)
     blocks = -(-spec.context // POSITION_BLOCK)
     return _pieces(
         rows * _padded(widest),
         rows * (widest // 64),
-        rows * _padded(q_dim),
+        rows * _padded(q_width),
         rows * _padded(kv_dim),
         rows * _padded(kv_dim),
         rows * spec.head_dim,
         spec.num_attention_heads * blocks * (spec.head_dim + _LINE),
+    )
+
+
+def delta_scratch_nbytes(spec: WorkspaceSpec) -> int:
+    """Normed rows (later what heads read), their sums, queries with keys and values, gates."""
+    rows, delta = min(spec.max_tokens, ROW_TILE), spec.delta
+    if delta is None:
+        return 0
+    widest = max(delta.hidden_size, delta.value_dim)
+    return _pieces(
+        rows * _padded(widest),
+        rows * (widest // 64),
+        rows * _padded(delta.conv_dim),
+        rows * _padded(delta.value_dim),
+        rows * _padded(delta.num_value_heads),
+        rows * _padded(delta.num_value_heads),
     )
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from aegis.kernels.reference.linear import F32, linear, rms_norm, widen
+from aegis.kernels.reference.linear import F32, linear, rms_norm, sigmoid, widen
 from aegis.kernels.reference.sizes import kv_nbytes
 
 if TYPE_CHECKING:
@@ -67,15 +67,16 @@ class ReferenceAttention:
     def _project(
         self, normed: NDArray[np.float32], positions: NDArray[np.int64], name: str, heads: int
     ) -> NDArray[np.float32]:
-        """Heads [T, heads, head_dim]; queries and keys normed, where the model does that."""
+        """Heads [T, heads, head_dim], a query's gate behind it; queries and keys normed, where the
+        model does that."""
         spec, norm = self._spec, self._weights.get(f"{name}_norm")
         bias = self._weights.get(f"{name}_bias")
         out = linear(normed, positions, self._weights[f"{name}_proj"], bias)
         if norm is not None and spec.qk_norm == "all":
             out = rms_norm(out, norm, spec.rms_norm_eps)
-        out = out.reshape(len(normed), heads, spec.head_dim)
+        out = out.reshape(len(normed), heads, -1)
         if norm is not None and spec.qk_norm == "head":
-            out = rms_norm(out, norm, spec.rms_norm_eps)
+            out[..., : spec.head_dim] = rms_norm(out[..., : spec.head_dim], norm, spec.rms_norm_eps)
         return out
 
     def __call__(self, x: NDArray[np.float32], cache: KVCache, start: int) -> NDArray[np.float32]:
@@ -86,10 +87,13 @@ class ReferenceAttention:
         q = self._project(normed, positions, "q", spec.num_attention_heads)
         k = self._project(normed, positions, "k", spec.num_key_value_heads)
         v = self._project(normed, positions, "v", spec.num_key_value_heads)
+        q, gate = q[..., : spec.head_dim], q[..., spec.head_dim :]
         q = rotary(q, positions, self._inv_freq)
         kv.keys[:, positions] = rotary(k, positions, self._inv_freq).transpose(1, 0, 2)
         kv.values[:, positions] = v.transpose(1, 0, 2)
         scale = F32(spec.head_dim**-0.5 if spec.scale is None else spec.scale)
-        mixed = attend(q, kv, positions, scale)
-        out = linear(mixed.reshape(len(x), -1), positions, self._weights["o_proj"])
+        mixed = attend(q, kv, positions, scale).reshape(len(x), -1)
+        if spec.output_gate:
+            mixed = mixed * sigmoid(gate.reshape(mixed.shape))
+        out = linear(mixed, positions, self._weights["o_proj"])
         return x + F32(spec.residual_multiplier) * out

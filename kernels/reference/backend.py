@@ -10,6 +10,7 @@ from aegis.kernels import formats
 from aegis.kernels.base import Weight
 from aegis.kernels.reference import sizes
 from aegis.kernels.reference.attention import ReferenceAttention, ReferenceKVCache
+from aegis.kernels.reference.delta import ReferenceDelta, ReferenceRecurrentState
 from aegis.kernels.reference.latent import ReferenceLatentAttention
 from aegis.kernels.reference.linear import F32, rms_norm, widen
 from aegis.kernels.reference.moe import Clock, ReferenceExperts, ReferenceMlp, ReferenceRouter
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from aegis.kernels.base import (
         AttentionBlock,
         AttentionSpec,
+        DeltaSpec,
         ExpertsSpec,
         Format,
         HeadSpec,
@@ -126,12 +128,22 @@ class ReferenceBackend:
         """Bytes of one layer's cache."""
         return sizes.kv_nbytes(spec)
 
+    def recurrent_nbytes(self, spec: DeltaSpec) -> int:
+        """Bytes of one layer's recurrent state and its copy."""
+        return sizes.recurrent_nbytes(spec)
+
     def open_workspace(self, spec: WorkspaceSpec, buffer: NDArray[np.uint8]) -> None:
         """Nothing to bind: temporaries are numpy's own."""
 
     def kv_cache(self, spec: KVSpec, buffer: NDArray[np.uint8]) -> ReferenceKVCache:
         """A cache over ``buffer``."""
         return ReferenceKVCache(spec, buffer)
+
+    def recurrent_state(
+        self, spec: DeltaSpec, buffer: NDArray[np.uint8]
+    ) -> ReferenceRecurrentState:
+        """A state over ``buffer``."""
+        return ReferenceRecurrentState(spec, buffer)
 
     def bind_slots(self, slots: SlotMemory) -> None:
         """Remember where slots lie."""
@@ -146,6 +158,10 @@ class ReferenceBackend:
     ) -> AttentionBlock:
         """A block of latent attention."""
         return _Clocked(ReferenceLatentAttention(spec, weights), self._clock)
+
+    def delta(self, spec: DeltaSpec, weights: Mapping[str, Weight]) -> AttentionBlock:
+        """A Gated DeltaNet block."""
+        return _Clocked(ReferenceDelta(spec, weights), self._clock)
 
     def router(
         self,

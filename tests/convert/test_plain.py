@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from stores import raw_tensors, rewrite
+from stores import raw_tensors, resident_values, rewrite
 from strategies import write_checkpoint
 
 from aegis.checkpoint.config import QuantSpec
@@ -145,18 +145,59 @@ def test_3bit_experts_are_those_of_the_3bit_mlx_conversion(
     check_same_store(later, ours)
 
 
-QWEN3_MOE = Path(__file__).parents[1] / "goldens" / "qwen3_moe"
-"""As mlx_lm.convert wrote it, and beside it what that was given, in three files."""
+GOLDENS = Path(__file__).parents[1] / "goldens"
+PUBLISHED = sorted(path.parent.name for path in GOLDENS.glob("*/hf_bf16"))
+"""As mlx_lm.convert wrote them, and beside each what that was given, in several files. What comes
+along of qwen3_5_moe is more than a text model needs."""
 
 
 @pytest.mark.parametrize("layout", ["il16", "row"])
-def test_a_family_with_8bit_routers_gives_the_store_of_the_published_conversion(
-    tmp_path: Path, layout: Layout
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_plain_checkpoint_gives_the_store_of_the_published_conversion(
+    tmp_path: Path, name: str, layout: Layout
 ) -> None:
-    source = QWEN3_MOE / "hf_bf16"
+    published = GOLDENS / name
+    source = published / "hf_bf16"
     ours = convert(source, tmp_path / "s", layout=layout, quantize=QuantSpec(4, 64))
     assert ours.layout.resident["layers.0.mlp.gate"].format.bits == 8
-    check_same_store(ours, convert(QWEN3_MOE, tmp_path / "t", layout=layout))
+    check_same_store(ours, convert(published, tmp_path / "t", layout=layout))
+
+
+@pytest.mark.parametrize("quantize", [None, QuantSpec(4, 64)])
+def test_published_convolutions_and_norms_give_the_store_of_those_that_mlx_has(
+    tmp_path: Path, quantize: QuantSpec | None
+) -> None:
+    source = plain(tmp_path / "a", model_type="qwen3_next", num_hidden_layers=2)
+    ours, theirs = raw_tensors(source), raw_tensors(source)
+    centred = re.compile(r".*(layernorm|[qk]_norm|model\.norm)\.weight")
+    for name, (dtype, raw) in ours.items():
+        if name.endswith("conv1d.weight"):
+            theirs[name] = (dtype, np.moveaxis(raw, 1, 2))
+        elif centred.fullmatch(name):
+            # Of so few digits that neither sum rounds.
+            values = np.round(formats.bf16_to_f32(raw) * 64) / 64
+            ours[name] = (dtype, formats.f32_to_bf16(values.astype(np.float32)))
+            theirs[name] = (dtype, formats.f32_to_bf16((values - 1).astype(np.float32)))
+    assert sum(centred.fullmatch(name) is not None for name in ours) == 7
+    stores = [
+        convert(rewrite(source, tmp_path / word, tensors), tmp_path / f"{word}s", quantize=quantize)
+        for word, tensors in (("o", ours), ("t", theirs))
+    ]
+    check_same_store(*stores)
+
+
+def test_a_norm_less_1_is_stored_exactly_unless_the_checkpoint_is_quantised(
+    tmp_path: Path,
+) -> None:
+    name = "layers.3.self_attn.q_norm"
+    source = GOLDENS / "qwen3_5_moe" / "hf_bf16"
+    raw = raw_tensors(source)[f"model.language_model.{name}.weight"][1]
+    exact = formats.bf16_to_f32(raw) + np.float32(1)
+    rounded = formats.bf16_to_f32(formats.f32_to_bf16(exact))
+    assert (exact != rounded).any()
+    for quantize, expected in ((None, exact), (QuantSpec(4, 64), rounded)):
+        store = convert(source, tmp_path / str(quantize), quantize=quantize)
+        assert (resident_values(store)[name] == expected).all()
 
 
 @pytest.mark.parametrize("layout", ["il16", "row"])

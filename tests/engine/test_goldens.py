@@ -27,10 +27,12 @@ RANDOM = (
     "mixtral",
     "olmoe",
     "qwen2_moe",
+    "qwen3_5_moe",
     "qwen3_moe",
+    "qwen3_next",
 )
 """Small random checkpoints, one for each family."""
-PLAIN = ("qwen3_moe/hf_bf16",)
+PLAIN = ("qwen3_5_moe/hf_bf16", "qwen3_moe/hf_bf16")
 """The same before they were quantised, as their libraries wrote them."""
 CASES = {case["name"]: case for case in SMOLMOE["prompts"]}
 

@@ -43,11 +43,15 @@ def row_store() -> Iterator[Store]:
         yield made
 
 
+LINEAR = replace(SMALL, model_type="qwen3_next", full_attention_interval=3)
+"""The same with recurrent states in two of its layers."""
 LATENT = replace(SMALL, model_type="deepseek_v3", qk_norm=True, dense_layers=(0,))
 """The same with latent attention, and with a layer without experts."""
 
 
-@pytest.fixture(scope="module", params=[SMALL, LATENT], ids=lambda choices: choices.model_type)
+@pytest.fixture(
+    scope="module", params=[SMALL, LINEAR, LATENT], ids=lambda choices: choices.model_type
+)
 def each_store(request: pytest.FixtureRequest) -> Iterator[Store]:
     """A small model of each kind."""
     with store_of(request.param, seed=11, layout="row") as made:
@@ -212,9 +216,10 @@ def test_a_token_ahead_that_nobody_wants_changes_nothing(each_store: Store) -> N
     with Engine.open(each_store.path, cap=PLENTY, **mlx_options("f32")) as engine:
         _fill(engine)
         expected = list(engine.generate(IDS, 8, ignore_eos=True))
-        engine.feed(IDS[:-1])
-        hidden = [engine.feed_token(token) for token in (IDS[-1], 77)]
-        wanted = engine.logits(hidden[1])[0].tobytes()
+        engine.feed([3])
+        engine.feed(IDS)
+        wanted = engine.logits(engine.feed_token(77))[0].tobytes()
+        engine.feed([3])
         tokens = engine.generate(IDS, 8, ignore_eos=True)
         assert next(tokens) == expected[0] != 77
         assert engine.logits(engine.feed([*IDS, 77]))[0].tobytes() == wanted

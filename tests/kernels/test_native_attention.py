@@ -32,6 +32,14 @@ layers = st.builds(
     scale=st.sampled_from([None, 0.3]),
     residual=st.sampled_from([1.0, 0.22]),
 )
+gated = st.builds(
+    Attention,
+    dim=st.sampled_from([16, 48]),
+    rotary=st.just(8),
+    max_tokens=st.sampled_from([1, 7, 40]),
+    qk_norm=st.sampled_from(["none", "head"]),
+    gate=st.just(True),
+)
 
 
 def rows(count: int, hidden: int = 64, seed: int = 0) -> Any:
@@ -64,7 +72,15 @@ def test_matches_float64_with_normed_heads_and_multipliers(qk_norm: QKNorm, dim:
     np.testing.assert_allclose(layer.run(x, POOLS[1], [33, 7]), layer.oracle(x), atol=2e-5)
 
 
-@given(layers, st.lists(st.integers(1, 47), max_size=6))
+@pytest.mark.parametrize("qk_norm", ["head", "none"])
+@pytest.mark.parametrize("dim", [16, 64])
+def test_matches_float64_with_gates_for_the_output(qk_norm: QKNorm, dim: int) -> None:
+    layer = Attention(dim=dim, rotary=16, qk_norm=qk_norm, gate=True)
+    x = rows(40)
+    np.testing.assert_allclose(layer.run(x, POOLS[1], [33, 6, 1]), layer.oracle(x), atol=2e-5)
+
+
+@given(st.one_of(layers, gated), st.lists(st.integers(1, 47), max_size=6))
 @settings(max_examples=25)
 def test_chunks_and_threads_never_change_a_bit(layer: Attention, cuts: list[int]) -> None:
     x = rows(48)
@@ -182,3 +198,8 @@ def test_norms_of_another_size_are_refused(name: str, qk_norm: QKNorm) -> None:
     layer.weights[name] = vector([1.0] * 16)
     with pytest.raises(ValueError, match=f"attention {name} has shape"):
         layer.block(POOLS[0])
+
+
+def test_gates_cannot_be_normed_along_with_queries() -> None:
+    with pytest.raises(ValueError, match="gates"):
+        Attention(qk_norm="all", gate=True).block(POOLS[0])

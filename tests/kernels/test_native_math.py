@@ -55,6 +55,14 @@ def test_sigmoid_and_silu_are_close_and_right_at_their_limits() -> None:
     np.testing.assert_array_equal(apply("silu", edges), np.array([INF, 0, 0, NAN], np.float32))
 
 
+def test_softplus_is_close_and_right_at_its_limits() -> None:
+    x = sample(-86.0, 86.0)
+    assert ulps(apply("softplus", x), np.logaddexp(0, x.astype(np.float64))) < 2
+    edges = np.array([INF, -INF, 0.0, NAN, 3e38], np.float32)
+    expected = np.array([INF, 0, np.log(2), NAN, 3e38], np.float32)
+    np.testing.assert_array_equal(apply("softplus", edges), expected)
+
+
 @pytest.mark.parametrize("top", [4.0, 4096.0, 1e6])
 def test_sine_and_cosine_are_within_an_ulp(top: float) -> None:
     x = sample(-top, top)
@@ -63,7 +71,7 @@ def test_sine_and_cosine_are_within_an_ulp(top: float) -> None:
     assert ulps(apply("cos", x), np.cos(x.astype(np.float64))) < 1
 
 
-@pytest.mark.parametrize("name", ["exp", "sigmoid", "silu", "sin", "cos"])
+@pytest.mark.parametrize("name", ["exp", "sigmoid", "silu", "softplus", "sin", "cos"])
 def test_every_instruction_set_gives_the_same_bits(name: str) -> None:
     edges = np.array([INF, -INF, 0.0, -0.0, 1e-40, -1e-40, 3e38, -103.5], np.float32)
     x = np.concatenate([sample(-100.0, 90.0, 3000), sample(-1e6, 1e6, 3000), edges])

@@ -6,14 +6,17 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from families import FAMILIES
+from stores import raw_tensors, resident_values, rewrite
 from strategies import Choices, config_of, write_checkpoint
 
 from aegis.checkpoint.config import ModelConfig
 from aegis.convert.convert import convert
 from aegis.errors import CheckpointError
-from aegis.kernels.base import KVSpec
+from aegis.kernels.base import Format, KVSpec
+from aegis.kernels.formats import MlxArrays, dequantize_mlx
 from aegis.models import family, supported
 from aegis.models.layers import rotary_dim
 
@@ -94,6 +97,8 @@ IMPLEMENTED = {
         "routed_scaling_factor",
         "scoring_func",
     },
+    "qwen3_5_moe": {"partial_rotary_factor"},
+    "qwen3_next": {"partial_rotary_factor", *HAS_DENSE_LAYERS},
     "deepseek_v3": {"rope_scaling", "routed_scaling_factor", "scoring_func"},
 }
 REFUSALS = [
@@ -237,8 +242,7 @@ def test_the_rotated_part_may_stand_with_the_other_rotary_parameters() -> None:
 
 def test_a_position_of_latent_attention_keeps_one_latent_and_one_key() -> None:
     found = config("deepseek_v3", kv_lora_rank=512, qk_rope_head_dim=64, num_attention_heads=128)
-    for spec in family("deepseek_v3").shape(found).kv_specs(4096):
-        assert spec == KVSpec(1, 576, 4096, latent_dim=512)
+    assert family("deepseek_v3").shape(found).kv_spec(4096) == KVSpec(1, 576, 4096, latent_dim=512)
 
 
 def test_queries_of_latent_attention_may_come_without_a_low_rank() -> None:
@@ -261,3 +265,100 @@ def test_queries_of_latent_attention_may_come_without_a_low_rank() -> None:
 def test_latent_attention_of_another_kind_is_refused(keys: dict[str, Any], named: str) -> None:
     with pytest.raises(CheckpointError, match=named):
         family("deepseek_v3").shape(config("deepseek_v3", **keys))
+
+
+DELTA = ["qwen3_5_moe", "qwen3_next"]
+
+
+@pytest.mark.parametrize("model_type", DELTA)
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("layer_types", ["linear_attention"]),
+        ("layer_types", ["linear_attention", "sliding_attention"]),
+        ("layer_types", "full_attention"),
+        ("linear_num_value_heads", 3),
+        ("linear_num_value_heads", None),
+        ("linear_conv_kernel_dim", 0),
+        ("linear_key_head_dim", "32"),
+        ("partial_rotary_factor", 2),
+        ("partial_rotary_factor", 0.05),
+        ("full_attention_interval", 0),
+        ("attn_output_gate", False),
+    ],
+)
+def test_layers_that_cannot_be_are_refused_by_name(model_type: str, key: str, value: Any) -> None:
+    with pytest.raises(CheckpointError, match=key.removeprefix("linear_num_").split("_")[0]):
+        family(model_type).shape(config(model_type, **{key: value}))
+
+
+@pytest.mark.parametrize("model_type", DELTA)
+def test_layers_are_of_the_kinds_that_the_config_names(model_type: str) -> None:
+    kinds = ["full_attention", "linear_attention", "linear_attention"]
+    three = config(model_type, num_hidden_layers=3)
+    assert family(model_type).shape(three).delta_layers == (0, 2), "every other one is of the tests"
+    named = config(model_type, num_hidden_layers=3, layer_types=kinds)
+    assert family(model_type).shape(named).delta_layers == (1, 2)
+    usual = config(model_type, num_hidden_layers=8, full_attention_interval=None)
+    assert family(model_type).shape(usual).delta_layers == (0, 1, 2, 4, 5, 6)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_fused_projections_of_linear_attention_are_taken_apart(tmp_path: Path, dense: bool) -> None:
+    choices = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 16}
+    source = write_checkpoint(
+        tmp_path / "m",
+        7,
+        model_type="qwen3_next",
+        num_hidden_layers=1,
+        dense=dense,
+        **choices,
+    )
+    store = resident_values(convert(source, tmp_path / "s"))
+    fused = {
+        name: fused_values(source, f"linear_attn.{name}") for name in ("in_proj_qkvz", "in_proj_ba")
+    }
+    heads = fused["in_proj_qkvz"].reshape(2, -1, 128)
+    q, k, v, z = np.split(heads, [16, 32, 32 + 3 * 32], axis=1)
+    qkv = np.concatenate([part.reshape(-1, 128) for part in (q, k, v)])
+    b, a = np.split(fused["in_proj_ba"].reshape(2, -1, 128), 2, axis=1)
+    expected = {
+        "qkv": qkv,
+        "z": z.reshape(-1, 128),
+        "b": b.reshape(-1, 128),
+        "a": a.reshape(-1, 128),
+    }
+    for name, values in expected.items():
+        assert np.array_equal(store[f"layers.0.linear_attn.in_proj_{name}"], values), name
+
+
+def fused_values(source: Path, name: str) -> Any:
+    """A matrix of the checkpoint as float32."""
+    parts = [
+        raw_tensors(source).get(f"model.layers.0.{name}.{suffix}")
+        for suffix in ("weight", "scales", "biases")
+    ]
+    arrays = MlxArrays(*(None if part is None else part[1] for part in parts))
+    fmt = Format("dense", "bf16") if parts[1] is None else Format("affine", "bf16", 4, 64)
+    return dequantize_mlx(arrays, fmt)
+
+
+def test_what_other_modalities_need_is_left_out_by_name(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "m", model_type="qwen3_5_moe", num_hidden_layers=1)
+    tensors = raw_tensors(source)
+    extra = ("BF16", np.zeros((2, 2), np.uint16))
+    known = ["visual.blocks.0.attn.qkv.weight", "model.visual.pos_embed.weight", "mtp.fc.weight"]
+    convert(rewrite(source, tmp_path / "k", tensors | dict.fromkeys(known, extra)), tmp_path / "s")
+    other = rewrite(source, tmp_path / "o", tensors | {"model.audio.fc.weight": extra})
+    with pytest.raises(CheckpointError, match="audio"):
+        convert(other, tmp_path / "t")
+
+
+def test_a_convolution_of_another_shape_is_refused(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "m", model_type="qwen3_next", num_hidden_layers=1)
+    tensors = raw_tensors(source)
+    name = "model.layers.0.linear_attn.conv1d.weight"
+    dtype, raw = tensors[name]
+    tensors[name] = (dtype, raw[:, :2])
+    with pytest.raises(CheckpointError, match=r"conv1d\.weight has the shape \[256, 2, 1\]"):
+        convert(rewrite(source, tmp_path / "o", tensors), tmp_path / "s")

@@ -129,6 +129,7 @@ void linear_cases(aegis::Pool& pool);
 void vector_cases();
 void table_cases();
 void attention_cases(aegis::Pool& pool);
+void delta_cases(aegis::Pool& pool);
 void mlp_cases(aegis::Pool& pool);
 void router_cases(aegis::Pool& pool);
 void experts_cases(aegis::Pool& pool);

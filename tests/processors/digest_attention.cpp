@@ -29,8 +29,8 @@ std::vector<float> every_magnitude() {
 void elementwise_cases() {
   const std::vector<float> x = every_magnitude();
   const int64_t n = static_cast<int64_t>(x.size());
-  constexpr const char* names[] = {"exp", "sigmoid", "silu", "sin", "cos"};
-  for (int f = 0; f < 5; ++f) {
+  constexpr const char* names[] = {"exp", "sigmoid", "silu", "softplus", "sin", "cos"};
+  for (int f = 0; f < 6; ++f) {
     std::vector<float> y(x.size());
     const auto which = static_cast<aegis::Elementwise>(f);
     kernels_only([&] { kernels().attention.elementwise(which, x.data(), n, y.data()); });
@@ -79,6 +79,7 @@ struct AttentionShape {
   int64_t heads, kv_heads, dim;
   bool normed = false;    // queries and keys, and with multipliers
   bool per_head = false;
+  bool gated = false;  // what heads give
 };
 
 // A prompt in uneven pieces over more than one block of positions, then single tokens.
@@ -86,7 +87,7 @@ void attention_case(aegis::Pool& pool, AttentionShape shape) {
   constexpr int64_t hidden = 64, context = 272;
   Random random(8);
   const int64_t q_rows = shape.heads * shape.dim, kv_rows = shape.kv_heads * shape.dim;
-  const Weight q(random, q_rows, hidden, Kind::affine4, DType::bf16, true);
+  const Weight q(random, (shape.gated ? 2 : 1) * q_rows, hidden, Kind::affine4, DType::bf16, true);
   const Weight k(random, kv_rows, hidden, Kind::affine8, DType::f16, true);
   const Weight v(random, kv_rows, hidden, Kind::affine3, DType::bf16, true);
   const Weight o(random, hidden, q_rows, Kind::affine4, DType::f32);
@@ -104,6 +105,7 @@ void attention_case(aegis::Pool& pool, AttentionShape shape) {
   spec.inv_freq = numbers(random, shape.dim / 2);
   spec.norm = norm.data();
   spec.q = q.desc, spec.k = k.desc, spec.v = v.desc, spec.o = o.desc;
+  spec.output_gate = shape.gated;
   const std::vector<float> q_norm = numbers(random, q_rows), k_norm = numbers(random, kv_rows);
   if (shape.normed) {
     spec.qk_norm = {q_norm.data(), k_norm.data(), shape.per_head};
@@ -126,7 +128,7 @@ void attention_case(aegis::Pool& pool, AttentionShape shape) {
   digest.add(x.data(), context * hidden);
   report("attention " + std::to_string(shape.heads) + " " + std::to_string(shape.kv_heads) + " " +
              std::to_string(shape.dim) + (shape.normed ? " normed" : "") +
-             (shape.per_head ? " per head" : ""),
+             (shape.per_head ? " per head" : "") + (shape.gated ? " gated" : ""),
          digest);
 }
 
@@ -210,7 +212,8 @@ void attention_cases(aegis::Pool& pool) {
   rotary_cases();
   for (AttentionShape shape :
        {AttentionShape{4, 4, 16}, {6, 2, 32}, {8, 1, 64}, {2, 1, 128}, {1, 1, 256},
-        {4, 4, 16, true}, {6, 2, 32, true, true}, {2, 1, 128, true, true}})
+        {4, 4, 16, true}, {6, 2, 32, true, true}, {2, 1, 128, true, true},
+        {8, 2, 16, false, false, true}, {2, 1, 128, true, true, true}})
     attention_case(pool, shape);
   for (LatentShape shape : {LatentShape{4, 64, 64, 32, 32, 128}, {9, 192, 64, 16, 64, 0}})
     latent_case(pool, shape);

@@ -86,6 +86,7 @@ int main(int argc, char** argv) {
   vector_cases();
   table_cases();
   attention_cases(*pool);
+  delta_cases(*pool);
   mlp_cases(*pool);
   router_cases(*pool);
   experts_cases(*pool);

@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <vector>
 
+#include "delta_block.h"
 #include "experts.h"
 #include "kernel_table.h"
 #include "latent_block.h"
@@ -97,6 +98,37 @@ void best(const float* logits, int n, int k, const RouterRule&, int32_t* ids) {
   for (int i = 0; i < k; ++i) ids[i] = first ? n - 1 - i : i;
 }
 
+void convolve(const ConvolutionUnit& unit) {
+  float sum = 0;
+  for (int64_t row = 0; row < unit.rows; ++row) sum += touch(unit.x + row * unit.ld, unit.channels);
+  for (int i = 0; i < unit.count; ++i) sum += touch(unit.taps + i * unit.ld_taps, unit.channels);
+  for (int i = 0; i + 1 < unit.count; ++i) {
+    float* inputs = unit.inputs + i * unit.ld_inputs;
+    fill(inputs, unit.channels, touch(inputs, unit.channels));
+  }
+  for (int64_t row = 0; row < unit.rows; ++row) fill(unit.x + row * unit.ld, unit.channels, sum);
+}
+void to_unit(float* x, int64_t n, float) { fill(x, n, touch(x, n)); }
+void gates(float* a, float* b, const float* a_log, const float* dt_bias, int64_t n) {
+  fill(a, n, touch(a, n) + touch(a_log, n) + touch(dt_bias, n));
+  fill(b, n, touch(b, n));
+}
+void recur(const DeltaUnit& unit) {
+  const int64_t channels = 16 * unit.panels;
+  float sum = touch(unit.state, channels * unit.key_dim);
+  for (int64_t row = 0; row < unit.rows; ++row) {
+    sum += touch(unit.q + row * unit.ld, unit.key_dim) + touch(unit.k + row * unit.ld, unit.key_dim);
+    sum += touch(unit.v + row * unit.ld, channels);
+    sum += unit.decay[row * unit.ld_gates] + unit.beta[row * unit.ld_gates];
+    fill(unit.out + row * unit.ld_out, channels, sum);
+  }
+  fill(unit.state, channels * unit.key_dim, sum);
+}
+void gated_norm(float* x, const float* w, float, const float* z, int64_t n) {
+  fill(x, n, touch(x, n) + touch(w, n) + touch(z, n));
+}
+void sigmoid_mul(float* x, const float* gate, int64_t n) { fill(x, n, touch(x, n) + touch(gate, n)); }
+
 }  // namespace
 
 // The only table of this program.
@@ -120,6 +152,7 @@ const KernelTable& table_scalar() {
     blocks.merge_blocks = merge_blocks;
     blocks.route = route;
     blocks.best = best;
+    made.delta = {convolve, to_unit, gates, recur, gated_norm, sigmoid_mul};
     return made;
   }();
   return table;
@@ -190,6 +223,22 @@ void stress_attention(Pool& pool, AttentionMemory& memory) {
   }
 }
 
+void stress_delta(Pool& pool, AttentionMemory& memory) {
+  DeltaBlock::Spec spec{};
+  spec.hidden = kHidden, spec.key_heads = 2, spec.value_heads = 8;
+  spec.key_dim = 16, spec.value_dim = 32, spec.taps = 4, spec.max_tokens = kMost, spec.eps = 1e-6f;
+  std::vector<float> vectors(static_cast<size_t>(spec.taps * spec.channels()));
+  spec.norm = memory.norm.data();
+  spec.conv = spec.a_log = spec.dt_bias = spec.out_norm = vectors.data();
+  spec.qkv = desc(spec.channels(), kHidden), spec.z = desc(spec.values(), kHidden);
+  spec.a = spec.b = desc(spec.value_heads, kHidden), spec.out = desc(kHidden, spec.values());
+  const DeltaBlock block(pool, spec, Scratch(memory.scratch.data(), int64_t{4} << 20));
+  const DeltaState state{memory.cache.data(), memory.cache.data() + spec.head_numbers(),
+                         spec.state_numbers()};
+  for (int64_t tokens : {int64_t{17}, int64_t{1}, int64_t{30}, int64_t{1}})
+    block.run(memory.x.data(), tokens, state);
+}
+
 void stress_latent(Pool& pool, AttentionMemory& memory) {
   constexpr int64_t heads = 4, rank = 64, nope = 64, rope = 16, value = 32, low = 64, context = 64;
   LatentBlock::Spec spec{kHidden, heads, rank, nope, rope, value, kMost, context, 1e-6f, 1e-6f,
@@ -237,6 +286,7 @@ int main() {
       for (int64_t tokens : {int64_t{1}, int64_t{2}, int64_t{9}, kMost}) {
         stress_experts(pool, tokens);
         stress_attention(pool, memory);
+        stress_delta(pool, memory);
         stress_latent(pool, memory);
         stress_mlp(pool, memory, tokens);
         stress_router_and_head(pool, memory, tokens);

@@ -6,11 +6,12 @@
 
 namespace aegis {
 
-// Queries, rotated and scaled: head h of row r at q + r * ld_q + h * cache.dim; and where what they
+// Queries, rotated and scaled: head h of row r at q + r * ld_q + h * q_step; and where what they
 // attend to goes.
 struct Attended {
   const float* q;
   int64_t ld_q;
+  int64_t q_step;
   float* out;
   int64_t ld_out;
   int64_t out_step;

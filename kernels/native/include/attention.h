@@ -33,11 +33,12 @@ struct KVView {
 };
 
 // Some query rows of some heads that share one kv head: row r at absolute position first + r,
-// head h at q + r * ld_q + h * dim, already rotated and scaled. Its output, value_dim numbers at
+// head h at q + r * ld_q + h * q_step, already rotated and scaled. Its output, value_dim numbers at
 // out + r * ld_out + h * out_step, may lie in the place of the queries.
 struct AttentionUnit {
   const float* q;
   int64_t ld_q;
+  int64_t q_step;
   float* out;
   int64_t ld_out;
   int64_t out_step;
@@ -63,7 +64,7 @@ struct RouterRule {
   float scaling = 1.0f;
 };
 
-enum class Elementwise : int { exp, sigmoid, silu, sin, cos };
+enum class Elementwise : int { exp, sigmoid, silu, softplus, sin, cos };
 
 struct AttentionTable {
   // y[i] = f(x[i])

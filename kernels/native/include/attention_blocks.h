@@ -21,6 +21,9 @@ class Scratch {
   int64_t left_;
 };
 
+// Throws where a weight has another shape.
+void check_linear(const char* name, const LinearDesc& w, int64_t rows, int64_t in_features);
+
 // What queries and keys are normed by ahead of the rotation; null: not at all.
 struct QKNorm {
   const float* q = nullptr;
@@ -41,6 +44,7 @@ class AttentionBlock {
     QKNorm qk_norm;
     std::optional<float> scale;  // of scores; else 1 / sqrt(dim)
     float residual = 1.0f;
+    bool output_gate = false;  // behind each head's query; heads' outputs times its sigmoid
   };
 
   AttentionBlock(Pool& pool, Spec spec, Scratch scratch);
@@ -63,10 +67,13 @@ class AttentionBlock {
   void place_head(const Call& call, int64_t row, int64_t head) const;
   void attend_one(Team& team, const Call& call) const;
   Attended attended() const;
+  void gate_head(int64_t row, int64_t head) const;
   void sum_rows(Team& team, const Call& call) const;
   void finish(Team& team, const Call& call) const;
   int64_t group() const { return spec_.heads / spec_.kv_heads; }
   int64_t q_dim() const { return spec_.heads * spec_.dim; }
+  int64_t q_stride() const { return spec_.output_gate ? 2 * spec_.dim : spec_.dim; }
+  int64_t ld_q() const { return padded_ld(spec_.heads * q_stride()); }
   int64_t kv_dim() const { return spec_.kv_heads * spec_.dim; }
 
   Pool& pool_;

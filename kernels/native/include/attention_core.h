@@ -233,7 +233,7 @@ AEGIS_INLINE void scale_row(float* out, float factor, int64_t dim) {
 // q[tile][dim][kTileQueries]: what a tile broadcasts lies in one stream.
 static void pack_queries(const AttentionUnit& unit, float* packed) {
   for (int i = 0; i < unit.rows * unit.heads; ++i) {
-    const float* q = unit.q + i / unit.heads * unit.ld_q + i % unit.heads * unit.dim;
+    const float* q = unit.q + i / unit.heads * unit.ld_q + i % unit.heads * unit.q_step;
     float* to = packed + i / kTileQueries * kTileQueries * unit.dim + i % kTileQueries;
     for (int64_t d = 0; d < unit.dim; ++d) to[d * kTileQueries] = q[d];
   }

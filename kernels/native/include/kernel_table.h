@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "attention.h"
+#include "delta.h"
 #include "linear.h"
 
 namespace aegis {
@@ -44,6 +45,7 @@ struct KernelTable {
     float (*read_probe)(const float* x, int64_t n);
     int64_t (*fma_probe)(int64_t rounds, float* sink);
     AttentionTable attention;
+    DeltaTable delta;
 };
 
 // The table in use: the best one this processor runs, or what AEGIS_ISA or select_isa named.

@@ -6,8 +6,8 @@
 
 namespace aegis::AEGIS_ISA {
 
-static void rms_norm(const float* x, const float* w, float eps, int64_t n, float* y) {
-  // Four chains of 16 lanes hide the FMA's latency; their order is part of the definition.
+// Four chains of 16 lanes hide the FMA's latency; their order is part of the definition.
+AEGIS_INLINE float sum_squares(const float* x, int64_t n) {
   f32x16 acc[4] = {zero(), zero(), zero(), zero()};
   const int64_t whole = n / 64 * 64;
   for (int64_t i = 0; i < whole; i += 64)
@@ -21,7 +21,11 @@ static void rms_norm(const float* x, const float* w, float eps, int64_t n, float
       const f32x16 v = load(x + whole + 16 * c);
       acc[c] = fma(v, v, acc[c]);
     }
-  const float sum = reduce_add(add(add(acc[0], acc[1]), add(acc[2], acc[3])));
+  return reduce_add(add(add(acc[0], acc[1]), add(acc[2], acc[3])));
+}
+
+static void rms_norm(const float* x, const float* w, float eps, int64_t n, float* y) {
+  const float sum = sum_squares(x, n);
   const f32x16 inverse = set1(1.0f / __builtin_sqrtf(sum / (float)n + eps));
   for (int64_t i = 0; i < n; i += 16)
     store(y + i, mul(load(w + i), mul(load(x + i), inverse)));
@@ -63,6 +67,9 @@ static void elementwise(Elementwise f, const float* x, int64_t n, float* y) {
         break;
       case Elementwise::silu:
         y[i] = silu1(x[i]);
+        break;
+      case Elementwise::softplus:
+        y[i] = softplus1(x[i]);
         break;
       default:
         sincos1(x[i], &sine, &cosine);

@@ -1,4 +1,4 @@
-// exp, sigmoid, silu, sine and cosine from IEEE operations only: the same bits on every processor,
+// exp, sigmoid, silu, softplus, sine and cosine from IEEE operations only: the same bits on every processor,
 // which libm does not promise.
 #pragma once
 
@@ -60,6 +60,26 @@ AEGIS_INLINE float silu1(float x) {
   float t[16];
   store(t, silu(set1(x)));
   return t[0];
+}
+
+// log(1 + e^x) within 1.5 ulp: log(1 + u) of u <= 1 is 2 atanh(u / (2 + u)), whose series is summed in
+// double.
+AEGIS_INLINE float softplus1(float x) {
+  const double u = (double)exp1(x > 0.0f ? -x : x);
+  const double s = u / (2.0 + u);
+  const double z = s * s;
+  double p = 1.0 / 21.0;
+  p = __builtin_fma(p, z, 1.0 / 19.0);
+  p = __builtin_fma(p, z, 1.0 / 17.0);
+  p = __builtin_fma(p, z, 1.0 / 15.0);
+  p = __builtin_fma(p, z, 1.0 / 13.0);
+  p = __builtin_fma(p, z, 1.0 / 11.0);
+  p = __builtin_fma(p, z, 1.0 / 9.0);
+  p = __builtin_fma(p, z, 1.0 / 7.0);
+  p = __builtin_fma(p, z, 1.0 / 5.0);
+  p = __builtin_fma(p, z, 1.0 / 3.0);
+  p = __builtin_fma(p, z, 1.0);
+  return (float)((x > 0.0f ? (double)x : 0.0) + 2.0 * s * p);
 }
 
 // Sine and cosine of a float, reduced and evaluated in double: below 1 ulp for |x| < 2^30.

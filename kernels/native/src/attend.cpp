@@ -41,8 +41,9 @@ void attend_rows(Team& team, const Attended& attended, const KVView& cache, int6
       const int64_t local = item / row_tiles % head_tiles * heads;
       const int64_t head = kv_head * group + local;
       AttentionUnit unit;
-      unit.q = attended.q + row * attended.ld_q + head * cache.dim;
+      unit.q = attended.q + row * attended.ld_q + head * attended.q_step;
       unit.ld_q = attended.ld_q;
+      unit.q_step = attended.q_step;
       unit.out = attended.out + row * attended.ld_out + head * attended.out_step;
       unit.ld_out = attended.ld_out;
       unit.out_step = attended.out_step;
@@ -73,7 +74,8 @@ void attend_blocks(Team& team, const Attended& attended, const KVView& cache, in
       const int64_t block = item / head_tiles % blocks;
       const int64_t head = kv_head * group + local;
       AttentionUnit unit{};
-      unit.q = attended.q + head * cache.dim;
+      unit.q = attended.q + head * attended.q_step;
+      unit.q_step = attended.q_step;
       unit.keys = cache.head_keys(kv_head);
       unit.values = cache.head_values(kv_head);
       unit.dim = cache.dim;

@@ -9,14 +9,14 @@
 
 namespace aegis {
 
-namespace {
-
 void check_linear(const char* name, const LinearDesc& w, int64_t rows, int64_t in_features) {
   if (w.rows == rows && w.in_features == in_features) return;
   throw std::invalid_argument(std::string(name) + " has shape [" + std::to_string(w.rows) + ", " +
-                              std::to_string(w.in_features) + "] but the attention needs [" +
+                              std::to_string(w.in_features) + "] but this layer needs [" +
                               std::to_string(rows) + ", " + std::to_string(in_features) + "]");
 }
+
+namespace {
 
 void check(const AttentionBlock::Spec& spec) {
   if (spec.dim <= 0 || spec.dim % kKeyLanes || spec.dim > kMaxHeadDim)
@@ -28,7 +28,9 @@ void check(const AttentionBlock::Spec& spec) {
   if (static_cast<int64_t>(2 * spec.inv_freq.size()) > spec.dim)
     throw std::invalid_argument("rotary positions cover more channels than head_dim " +
                                 std::to_string(spec.dim));
-  check_linear("q_proj", spec.q, spec.heads * spec.dim, spec.hidden);
+  if (spec.output_gate && spec.qk_norm.q && !spec.qk_norm.per_head)
+    throw std::invalid_argument("a norm over all queries together cannot leave out their gates");
+  check_linear("q_proj", spec.q, (spec.output_gate ? 2 : 1) * spec.heads * spec.dim, spec.hidden);
   check_linear("k_proj", spec.k, spec.kv_heads * spec.dim, spec.hidden);
   check_linear("v_proj", spec.v, spec.kv_heads * spec.dim, spec.hidden);
   check_linear("o_proj", spec.o, spec.hidden, spec.heads * spec.dim);
@@ -65,7 +67,7 @@ AttentionBlock::AttentionBlock(Pool& pool, Spec spec, Scratch scratch)
   ld_sums_ = widest / kGroup;
   wide_ = scratch.take(rows_ * ld_wide_);
   sums_ = scratch.take(rows_ * ld_sums_);
-  q_ = scratch.take(rows_ * padded_ld(q_dim()));
+  q_ = scratch.take(rows_ * ld_q());
   k_ = scratch.take(rows_ * padded_ld(kv_dim()));
   v_ = scratch.take(rows_ * padded_ld(kv_dim()));
   angles_ = scratch.take(rows_ * spec_.dim);
@@ -109,7 +111,7 @@ void AttentionBlock::project(Team& team, const Call& call) const {
     }
   });
   const Rows in{wide_, ld_wide_, sums_, ld_sums_};
-  const LinearJob jobs[] = {{&spec_.q, in, q_, padded_ld(q_dim())},
+  const LinearJob jobs[] = {{&spec_.q, in, q_, ld_q()},
                             {&spec_.k, in, k_, padded_ld(kv_dim())},
                             {&spec_.v, in, v_, padded_ld(kv_dim())}};
   linear_phase(team, jobs, 3, call.tokens);
@@ -152,8 +154,8 @@ void AttentionBlock::place_head(const Call& call, int64_t row, int64_t head) con
   const float* sine = cosine + half;
   const float scale = spec_.scale.value_or(1.0f / std::sqrt(static_cast<float>(dim)));
   const QKNorm& norm = spec_.qk_norm;
-  float* queries = q_ + row * padded_ld(q_dim()) + head * group() * dim;
-  for (float* q = queries; q < queries + group() * dim; q += dim) {
+  float* queries = q_ + row * ld_q() + head * group() * q_stride();
+  for (float* q = queries; q < queries + group() * q_stride(); q += q_stride()) {
     if (norm.per_head) table.rms_norm(q, norm.q, spec_.eps, dim, q);
     table.rotate(q, cosine, sine, half, dim, scale, q);
   }
@@ -169,7 +171,7 @@ void AttentionBlock::place_head(const Call& call, int64_t row, int64_t head) con
 }
 
 Attended AttentionBlock::attended() const {
-  return {q_, padded_ld(q_dim()), wide_, ld_wide_, spec_.dim, spec_.heads, partials_};
+  return {q_, ld_q(), q_stride(), wide_, ld_wide_, spec_.dim, spec_.heads, partials_};
 }
 
 void AttentionBlock::attend_one(Team& team, const Call& call) const {
@@ -178,17 +180,27 @@ void AttentionBlock::attend_one(Team& team, const Call& call) const {
   int64_t together = 1;
   while (together * spec_.dim % kGroup) together *= 2;
   team.each(spec_.heads / together, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t head = begin * together; head < end * together; ++head)
+    for (int64_t head = begin * together; head < end * together; ++head) {
       merge_head(attended(), call.cache, call.start, head);
+      gate_head(0, head);
+    }
     const int64_t first = begin * together * spec_.dim;
     kernels().row_sums(wide_ + first, (end - begin) * together * spec_.dim, sums_ + first / kGroup);
   });
 }
 
+void AttentionBlock::gate_head(int64_t row, int64_t head) const {
+  if (!spec_.output_gate) return;
+  const float* gate = q_ + row * ld_q() + head * q_stride() + spec_.dim;
+  kernels().delta.sigmoid_mul(wide_ + row * ld_wide_ + head * spec_.dim, gate, spec_.dim);
+}
+
 void AttentionBlock::sum_rows(Team& team, const Call& call) const {
   team.each(call.tokens, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row)
+    for (int64_t row = begin; row < end; ++row) {
+      for (int64_t head = 0; head < spec_.heads; ++head) gate_head(row, head);
       kernels().row_sums(wide_ + row * ld_wide_, q_dim(), sums_ + row * ld_sums_);
+    }
   });
 }
 

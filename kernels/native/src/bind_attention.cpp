@@ -53,10 +53,12 @@ void make_attention(AttentionBlock* self, Pool& pool, int64_t hidden, int64_t he
                     std::vector<float> inv_freq, uintptr_t norm, const LinearDesc& q,
                     const LinearDesc& k, const LinearDesc& v, const LinearDesc& o,
                     uintptr_t scratch, int64_t scratch_nbytes, uintptr_t q_norm, uintptr_t k_norm,
-                    bool norm_per_head, std::optional<float> scale, float residual) {
+                    bool norm_per_head, std::optional<float> scale, float residual,
+                    bool output_gate) {
   AttentionBlock::Spec spec{hidden, heads, kv_heads, dim, max_tokens, context, eps,
                             std::move(inv_freq), at<const float>("a norm", norm), q, k, v, o,
-                            make_qk_norm(q_norm, k_norm, norm_per_head), scale, residual};
+                            make_qk_norm(q_norm, k_norm, norm_per_head), scale, residual,
+                            output_gate};
   new (self) AttentionBlock(pool, std::move(spec),
                             Scratch(at<float>("scratch", scratch), scratch_nbytes));
 }
@@ -97,7 +99,8 @@ void bind_attention_block(nb::module_& m) {
            nb::arg("inv_freq"), nb::arg("norm"), nb::arg("q"), nb::arg("k"), nb::arg("v"),
            nb::arg("o"), nb::arg("scratch"), nb::arg("scratch_nbytes"), nb::arg("q_norm") = 0,
            nb::arg("k_norm") = 0, nb::arg("norm_per_head") = false,
-           nb::arg("scale") = nb::none(), nb::arg("residual") = 1.0f, nb::keep_alive<1, 2>())
+           nb::arg("scale") = nb::none(), nb::arg("residual") = 1.0f,
+           nb::arg("output_gate") = false, nb::keep_alive<1, 2>())
       .def("__call__", &run_attention<AttentionBlock>, nb::arg("x").noconvert(),
            nb::arg("cache"), nb::arg("start"));
 }
@@ -261,10 +264,10 @@ void rms_norm(Input x, Vector weight, float eps, Matrix out) {
 }
 
 void elementwise(const std::string& name, Vector x, Vector out) {
-  constexpr const char* names[] = {"exp", "sigmoid", "silu", "sin", "cos"};
+  constexpr const char* names[] = {"exp", "sigmoid", "silu", "softplus", "sin", "cos"};
   int f = 0;
-  while (f < 5 && name != names[f]) ++f;
-  if (f == 5) refuse("no elementary function is called " + name);
+  while (f < 6 && name != names[f]) ++f;
+  if (f == 6) refuse("no elementary function is called " + name);
   if (x.shape(0) != out.shape(0)) refuse("x and out differ in length");
   const FpEnvironment environment;
   kernels().attention.elementwise(static_cast<Elementwise>(f), data_of("x", x),

@@ -1,4 +1,5 @@
 #include "attention_impl.h"
+#include "delta_impl.h"
 #include "linear_impl.h"
 
 namespace aegis {
@@ -7,6 +8,7 @@ const KernelTable& table_avx2() {
   static const KernelTable table = [] {
     KernelTable t = avx2::make_table("avx2");
     t.attention = avx2::attention_table();
+    t.delta = avx2::delta_table();
     return t;
   }();
   return table;

@@ -1,4 +1,5 @@
 #include "attention_impl.h"
+#include "delta_impl.h"
 #include "linear_impl.h"
 
 namespace aegis {
@@ -7,6 +8,7 @@ const KernelTable& table_avx512() {
   static const KernelTable table = [] {
     KernelTable t = avx512::make_table("avx512");
     t.attention = avx512::attention_table();
+    t.delta = avx512::delta_table();
     return t;
   }();
   return table;

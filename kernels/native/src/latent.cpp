@@ -197,8 +197,8 @@ void LatentBlock::by_head(Team& team, const LinearDesc& all, Rows in, int64_t he
 
 // What heads attended to takes the place of their queries; then its sums.
 void LatentBlock::attend(Team& team, const Call& call) const {
-  const Attended attended{latent_,   ld_latent_,  latent_,  ld_latent_,
-                          key_dim(), spec_.heads, partials_};
+  const Attended attended{latent_,    ld_latent_, key_dim(),    latent_,
+                          ld_latent_, key_dim(),  spec_.heads,  partials_};
   const bool single = call.tokens == 1;
   if (single)
     attend_blocks(team, attended, call.cache, call.start);

@@ -5,6 +5,7 @@ namespace nb = nanobind;
 void bind_linear(nb::module_& m);
 void bind_experts(nb::module_& m);
 void bind_attention(nb::module_& m);
+void bind_delta(nb::module_& m);
 void bind_read_pool(nb::module_& m);
 void bind_crc32(nb::module_& m);
 
@@ -15,6 +16,7 @@ NB_MODULE(_native, m) {
     bind_linear(m);
     bind_experts(m);
     bind_attention(m);
+    bind_delta(m);
     bind_read_pool(m);
     bind_crc32(m);
 }
