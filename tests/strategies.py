@@ -299,10 +299,11 @@ def checkpoint_choices(draw: st.DrawFn, /, **fixed: Any) -> Choices:
     kv_heads = draw(st.integers(1, 3))
     head_dim = draw(st.sampled_from([32, 64]))
     heads = kv_heads * draw(st.sampled_from([2, 4] if head_dim == 32 else [1, 2, 3]))
-    experts = draw(st.integers(2, 12))
-    layers = draw(st.integers(1, 3))
+    experts = fixed.get("num_experts") or draw(st.integers(2, 12))
+    chosen = fixed.get("num_experts_per_tok") or draw(st.integers(1, min(experts, 8)))
+    layers = fixed.get("num_hidden_layers") or draw(st.integers(1, 3))
     groups = draw(st.sampled_from([n for n in (1, 2, 3) if experts % n == 0 and experts >= 2 * n]))
-    kept = draw(st.integers(1, groups))
+    kept = draw(st.integers(-(-chosen * groups // experts), groups))
     key_heads, value_dim = draw(st.integers(1, 2)), draw(st.sampled_from([16, 32, 64]))
     choices = Choices(
         model_type=draw(st.sampled_from(sorted(FAMILIES))),
@@ -312,7 +313,7 @@ def checkpoint_choices(draw: st.DrawFn, /, **fixed: Any) -> Choices:
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         num_experts=experts,
-        num_experts_per_tok=draw(st.integers(1, min(experts * kept // groups, 8))),
+        num_experts_per_tok=chosen,
         moe_intermediate_size=64 * draw(st.integers(1, 2)),
         shared_expert_intermediate_size=64 * draw(st.integers(0, 2)),
         linear_num_key_heads=key_heads,

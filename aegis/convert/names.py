@@ -174,7 +174,11 @@ class _Finder:
         rows = entry.shape[0] // (entry.stack or 1)
         if part is None or self.has(source) or not self.has(part.source):
             return self.weight(source, (rows, *entry.shape[1:]), entry.stack)
-        cols = rows if part.transposed else entry.shape[1]
+        return self._part(entry, part)
+
+    def _part(self, entry: ResidentName, part: HeadPart) -> SourceWeight:
+        """A stack of matrices that the checkpoint has as a part of another matrix."""
+        cols = entry.shape[0] // entry.stack if part.transposed else entry.shape[1]
         whole = self.weight(part.source, (entry.stack * part.head_rows, cols))
         plain = Format("dense", whole.format.dtype)
         target = whole.format if whole.format.kind == "affine" else None

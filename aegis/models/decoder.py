@@ -23,7 +23,7 @@ from aegis.kernels.base import (
 )
 from aegis.models.base import Decoder, DecoderLayer, ModelShape, MoeBlocks, Parts
 from aegis.models.delta import delta_names, delta_weights
-from aegis.models.latent import latent_parts, latent_shapes, latent_weights
+from aegis.models.latent import latent_names, latent_weights
 from aegis.models.layers import (
     attention_weights,
     mlp_weights,
@@ -210,25 +210,18 @@ def _layer_names(layer: int, model: Description) -> list[ResidentName]:
     own: dict[str, ResidentName] = {}
     if sizes.delta is not None and layer in sizes.delta_layers:
         own = delta_names(sizes.delta, model.fused_delta)
-        shapes |= {name: entry.shape for name, entry in own.items()}
-    else:
-        shapes |= _attention_shapes(model)
+    elif model.latent is not None:
+        own = latent_names(model.latent, prefix)
+    shapes |= {name: entry.shape for name, entry in own.items()} or _attention_shapes(model)
     shapes["post_attention_layernorm"] = norm
     if layer in sizes.moe_layers:
         shapes |= _moe_shapes(model)
     else:
         shapes |= _mlp_shapes("mlp", sizes.hidden_size, sizes.intermediate_size)
-    parts = latent_parts(model.latent, prefix) if model.latent else {}
-    own |= {name: _entry(name, shapes[name], model) for name in shapes.keys() - own.keys()}
+    entries = (own.get(name) or _entry(name, shape, model) for name, shape in shapes.items())
     return [
-        replace(
-            own[name],
-            name=prefix + name,
-            source=own[name].source and prefix + own[name].source,
-            stack=sizes.num_attention_heads if name in parts else 0,
-            part=parts.get(name),
-        )
-        for name in shapes
+        replace(entry, name=prefix + entry.name, source=entry.source and prefix + entry.source)
+        for entry in entries
     ]
 
 
@@ -275,8 +268,6 @@ def _mlp_shapes(name: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]
 
 
 def _attention_shapes(model: Description) -> dict[str, tuple[int, ...]]:
-    if model.latent is not None:
-        return latent_shapes(model.latent)
     sizes, shapes = model.shape, dict[str, tuple[int, ...]]()
     heads = {"q": sizes.num_attention_heads}
     heads["k"] = heads["v"] = sizes.num_key_value_heads

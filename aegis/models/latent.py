@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from aegis.checkpoint.tensor_map import HeadPart
+from aegis.checkpoint.tensor_map import HeadPart, ResidentName
 from aegis.kernels.base import LatentAttentionSpec, LatentSizes
 from aegis.models.base import submodule
 from aegis.models.rotary import read_rotary, score_scale
@@ -44,35 +44,40 @@ def read_latent_attention(config: ModelConfig) -> LatentAttentionSpec:
     )
 
 
-def latent_shapes(spec: LatentAttentionSpec) -> dict[str, tuple[int, ...]]:
-    """The attention's tensors in a layer, in the order they are used."""
+def latent_names(spec: LatentAttentionSpec, prefix: str) -> dict[str, ResidentName]:
+    """The attention's tensors in a layer by their names there, in the order they are used.
+
+    ``prefix``: the layer's. Publishers and older conversions have keys and values of a head, in
+    terms of the latents, one behind the other in one matrix.
+    """
     sizes, heads, hidden = spec.sizes, spec.num_attention_heads, spec.hidden_size
-    queries = heads * sizes.query_dim
-    shapes: dict[str, tuple[int, ...]] = {"self_attn.q_proj": (queries, hidden)}
+    queries, keys, values = heads * sizes.query_dim, sizes.qk_nope_head_dim, sizes.v_head_dim
+    shapes: dict[str, tuple[int, ...]] = {"q_proj": (queries, hidden)}
     if sizes.q_lora_rank:
         shapes = {
-            "self_attn.q_a_proj": (sizes.q_lora_rank, hidden),
-            "self_attn.q_a_layernorm": (sizes.q_lora_rank,),
-            "self_attn.q_b_proj": (queries, sizes.q_lora_rank),
+            "q_a_proj": (sizes.q_lora_rank, hidden),
+            "q_a_layernorm": (sizes.q_lora_rank,),
+            "q_b_proj": (queries, sizes.q_lora_rank),
         }
-    return shapes | {
-        "self_attn.kv_a_proj_with_mqa": (sizes.key_dim, hidden),
-        "self_attn.kv_a_layernorm": (sizes.kv_lora_rank,),
-        "self_attn.embed_q": (heads * sizes.kv_lora_rank, sizes.qk_nope_head_dim),
-        "self_attn.unembed_out": (heads * sizes.v_head_dim, sizes.kv_lora_rank),
-        "self_attn.o_proj": (hidden, heads * sizes.v_head_dim),
+    shapes |= {
+        "kv_a_proj_with_mqa": (sizes.key_dim, hidden),
+        "kv_a_layernorm": (sizes.kv_lora_rank,),
+        "embed_q": (heads * sizes.kv_lora_rank, keys),
+        "unembed_out": (heads * values, sizes.kv_lora_rank),
+        "o_proj": (hidden, heads * values),
     }
-
-
-def latent_parts(spec: LatentAttentionSpec, prefix: str) -> dict[str, HeadPart]:
-    """Tensors that are stacked by head, and how publishers and older conversions have them: keys
-    and values of a head one behind the other, in terms of the latents."""
-    sizes, source = spec.sizes, prefix + "self_attn.kv_b_proj"
-    keys, rows = sizes.qk_nope_head_dim, sizes.qk_nope_head_dim + sizes.v_head_dim
-    return {
-        "self_attn.embed_q": HeadPart(source, rows, 0, keys, transposed=True),
-        "self_attn.unembed_out": HeadPart(source, rows, keys, sizes.v_head_dim, transposed=False),
+    both = prefix + "self_attn.kv_b_proj"
+    parts = {
+        "embed_q": HeadPart(both, keys + values, 0, keys, transposed=True),
+        "unembed_out": HeadPart(both, keys + values, keys, values, transposed=False),
     }
+    entries = (
+        ResidentName(
+            f"self_attn.{name}", shape, stack=heads if name in parts else 0, part=parts.get(name)
+        )
+        for name, shape in shapes.items()
+    )
+    return {entry.name: entry for entry in entries}
 
 
 def latent_weights(weights: Mapping[str, Weight], layer: int) -> dict[str, Weight]:

@@ -43,14 +43,15 @@ def row_store() -> Iterator[Store]:
         yield made
 
 
-LATENT = replace(SMALL, model_type="deepseek_v3", qk_norm=True, dense_layers=(0,))
-"""The same with latent attention, and with a layer without experts."""
 LINEAR = replace(SMALL, model_type="qwen3_next", full_attention_interval=3)
 """The same with recurrent states in two of its layers."""
-KINDS = [SMALL, LATENT, LINEAR]
+LATENT = replace(SMALL, model_type="deepseek_v3", qk_norm=True, dense_layers=(0,))
+"""The same with latent attention, and with a layer without experts."""
 
 
-@pytest.fixture(scope="module", params=KINDS, ids=lambda choices: choices.model_type)
+@pytest.fixture(
+    scope="module", params=[SMALL, LINEAR, LATENT], ids=lambda choices: choices.model_type
+)
 def each_store(request: pytest.FixtureRequest) -> Iterator[Store]:
     """A small model of each kind."""
     with store_of(request.param, seed=11, layout="row") as made:

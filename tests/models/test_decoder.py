@@ -23,7 +23,7 @@ class Blocks:
     def attention(self, spec: Any, weights: Names) -> tuple[Any, Names]:
         return spec, weights
 
-    latent_attention = delta = mlp = experts = attention
+    delta = latent_attention = mlp = experts = attention
 
     def router(
         self, spec: Any, weights: Names, next_spec: Any, next_weights: Names | None
