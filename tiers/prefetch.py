@@ -140,9 +140,7 @@ class ReadQueue:
                 if got < stride or index in damaged:
                     self._fail(slot, got)
                 else:
-                    # Scattered reads are checked every time: see PythonReadPool._wrong.
-                    if not self.slots.parts:
-                        self.files.note_intact(layer_index, expert + index)
+                    self.files.note_intact(layer_index, expert + index)
                     self.slots.arrive(slot)
                 got -= min(stride, max(0, got))
 

@@ -330,12 +330,14 @@ def _bounced_nbytes(request: Request) -> int:
     """Buffers of readers for what cannot be read into slots in parts."""
     if request.backend != "mlx":
         return 0
+    from aegis.kernels.mlx.probe import reads_direct
     from aegis.kernels.mlx.sizes import segment_ranges
     from aegis.tiers.scatter import RUN_NBYTES, Scatter
 
     geometry = request.layout.geometry(request.settings.experts)
     ranges = [place for part in geometry.segments.values() for place in segment_ranges(part)]
-    parts = [SlotPart(place.offset, place.nbytes, 0, place.nbytes) for place in ranges]
+    direct = reads_direct(request.device)
+    parts = [SlotPart(place.offset, place.nbytes, 0, place.nbytes, direct) for place in ranges]
     run = max(1, RUN_NBYTES // geometry.stride)
     return request.settings.io_threads * run * Scatter(parts, geometry.stride).bounce_nbytes
 

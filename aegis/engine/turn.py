@@ -11,7 +11,8 @@ from functools import wraps
 from types import FrameType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from aegis.errors import AegisError
+from aegis.errors import AegisError, BackendError
+from aegis.kernels.base import BackendUnavailableError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -114,6 +115,8 @@ def in_turn(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P
             try:
                 with turn.inside():
                     return method(self, *args, **kwargs)
+            except BackendUnavailableError as error:
+                raise BackendError(str(error)) from error
             finally:
                 turn.end()
 

@@ -4,6 +4,7 @@ falls, nothing is killed, and the tokens are those of an undisturbed run."""
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,6 +22,9 @@ CONTEXT = 512
 ABOVE = 48 * MIB
 """Above the smallest cap: what slots can give back, and what the plan does not use."""
 TOKENS = 120
+FAULTS = 50 + 8 * max(0, (os.cpu_count() or 1) - 2)
+"""Each processor keeps up to 64 pages of a group's charge for itself, so that with many of them
+more of the libraries' pages are taken away at the limit."""
 
 pytestmark = needs_native
 
@@ -157,7 +161,7 @@ def test_the_charge_falls_and_the_tokens_stay(
     grown = report["end"] - report["before"]
     assert grown < fill * 1024 - report["given"]["nbytes"] // 1024 + 3 * 1024
     assert any(later < earlier for earlier, later in pairwise(report["charge"]))
-    assert eaten.result.faults_after_first_output <= 50
+    assert eaten.result.faults_after_first_output <= FAULTS
 
 
 @pytest.mark.parametrize(

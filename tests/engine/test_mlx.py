@@ -21,7 +21,7 @@ from strategies import Choices, checkpoint_choices, seeds
 from aegis import Engine
 from aegis.checkpoint.store import Store
 from aegis.engine.sampling import Sampler
-from aegis.errors import UsageError
+from aegis.errors import BackendError, UsageError
 from aegis.kernels.base import Numbers
 
 pytestmark = [needs_mlx, pytest.mark.usefixtures("quick_open")]
@@ -236,6 +236,32 @@ def test_a_choice_without_a_finite_logit_is_refused_as_on_other_backends(
         monkeypatch.setattr(head, "_best", lambda _: mx.array([-1]))
         with pytest.raises(Exception, match="NaN"):
             engine.next_token(IDS, Sampler())
+
+
+def test_a_kernel_that_does_not_compile_is_one_sentence_and_the_engine_goes_on(
+    row_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from aegis.kernels.mlx import device
+
+    said = (
+        'Failed to compile kernel: /usr/mma.h(55): cannot open source file "crt/mma.h"\n\n1 error'
+    )
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError(said)
+
+    with Engine.open(row_store.path, cap=PLENTY, **mlx_options("f32")) as engine:
+        expected = list(engine.generate(IDS, 4, ignore_eos=True))
+        engine.feed([3])
+        with monkeypatch.context() as patch:
+            patch.setattr(device, "start", fail)
+            with pytest.raises(BackendError) as caught:
+                engine.next_token(IDS, Sampler())
+        message = str(caught.value)
+        assert message.startswith("MLX could not compile a kernel for this GPU (/usr/mma.h(55): ")
+        assert "\n" not in message
+        assert "1 error" not in message
+        assert list(engine.generate(IDS, 4, ignore_eos=True)) == expected
 
 
 def test_the_head_chooses_the_lowest_of_equal_logits_and_finds_what_is_no_number(

@@ -47,6 +47,8 @@ main()
 def test_ctrl_c_while_anything_is_imported_exits_130_in_silence(
     module: str, tmp_path: Path
 ) -> None:
+    if module in python_script("import sys; print(*sys.modules)").stdout.split():
+        pytest.skip(f"what is installed beside this interpreter has it load {module} by itself")
     source = write_checkpoint(tmp_path / "m")
     arguments = ("run", str(source), "hello", "--raw", "-n", "1", *SMALL)
     done = python_script(
