@@ -9,8 +9,9 @@
 ``speed`` makes a random checkpoint of four layers in the shape of a model with 35 billion
 parameters (256 experts, hidden 2048, intermediate 512), and lets the engine and mlx-lm generate
 from it by turns, each in a process of its own, with everything in the GPU's memory; it needs
-mlx-lm. ``layers`` compares a layer in a generated token with its operations alone, for the embedded
-model and for that checkpoint. ``--small``, of the checkpoint, only tries the script. The others
+mlx-lm. ``layers`` compares what a layer adds to a generated token (from tokens through half of the
+layers) with its operations alone, for the embedded model and for that checkpoint. ``--small``, of
+the checkpoint, only tries the script. The others
 compute with the embedded model: ``split`` says what the time of a token is made of, with all
 experts in slots and with fewer slots; ``agreement`` compares formats of numbers; ``identity`` bits.
 """

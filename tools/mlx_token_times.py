@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -217,11 +218,32 @@ def back_to_back(step: Callable[[Any, int], Any], first: Any, group: int = GROUP
     return 1e6 * (stamps[-1] - stamps[SHORT_SKIPPED // group - 1]) / SHORT_TOKENS
 
 
+def half_token_us(engine: Engine) -> float:
+    """The same with half of the layers."""
+    with half_of_the_layers(engine):
+        return token_us(engine)
+
+
 def token_us(engine: Engine) -> float:
     """us a token of a short round, whose last is followed by another."""
     tokens = engine.generate(PROMPT, SHORT_SKIPPED + SHORT_TOKENS + 2, ignore_eos=True)
     stamps = [time.perf_counter() for _ in islice(tokens, SHORT_SKIPPED + SHORT_TOKENS + 1)]
     return 1e6 * (stamps[-1] - stamps[SHORT_SKIPPED]) / SHORT_TOKENS
+
+
+@contextmanager
+def half_of_the_layers(engine: Engine) -> Iterator[None]:
+    """Tokens mean nothing without the others, but what a layer adds to their time shows."""
+    forward: Any = engine._opened.forward
+    decoder, queued = forward._decoder, forward._queued
+    half = len(queued) // 2
+    with ExitStack() as stack:
+        for name, value in (
+            ("_decoder", replace(decoder, layers=decoder.layers[:half])),
+            ("_queued", queued[:half]),
+        ):
+            stack.enter_context(mock.patch.object(forward, name, value))
+        yield
 
 
 def short_rounds(engine: Engine, count: int) -> list[dict[str, float]]:
@@ -231,6 +253,7 @@ def short_rounds(engine: Engine, count: int) -> list[dict[str, float]]:
         pieces = Pieces(engine)
         turns: dict[str, Callable[[], float]] = {
             "token": lambda: token_us(engine),
+            "half": lambda: half_token_us(engine),
             "layers": lambda: back_to_back(pieces.layers, pieces.hidden, 1),
             "ends": lambda: back_to_back(pieces.ends, pieces.token),
             "enter": lambda: back_to_back(pieces.enter, pieces.hidden),
@@ -246,7 +269,8 @@ def short_rounds(engine: Engine, count: int) -> list[dict[str, float]]:
 def compare_layer(name: str, engine: Engine, rounds: list[dict[str, float]]) -> None:
     """Print a layer's time in a token, its time alone, and what the one is of the other."""
     count = len(engine._opened.decoder.layers)
-    inside = [(found["token"] - found["ends"]) / count for found in rounds]
+    added = count - count // 2
+    inside = [(found["token"] - found["half"]) / added for found in rounds]
     alone = [found["layers"] / count for found in rounds]
     groups = [
         sum(found[part] for part in ("enter", "attend", "behind")) / count for found in rounds
@@ -254,8 +278,9 @@ def compare_layer(name: str, engine: Engine, rounds: list[dict[str, float]]) -> 
     middle = {key: statistics.median(found[key] for found in rounds) for key in rounds[0]}
     print(f"{name}: {engine.describe()}, medians of {len(rounds)} rounds")
     print(
-        f"  a token {middle['token']:.0f} us, embedding and head {middle['ends']:.0f};"
-        f" a layer in a token {statistics.median(inside):.1f}; alone: enter"
+        f"  a token {middle['token']:.0f} us, with half of the layers {middle['half']:.0f}, so"
+        f" that a layer adds {statistics.median(inside):.1f}; alone: embedding and head"
+        f" {middle['ends']:.0f}, a layer's enter"
         f" {middle['enter'] / count:.1f}, write and attend {middle['attend'] / count:.1f},"
         f" behind the heads {middle['behind'] / count:.1f}"
     )
