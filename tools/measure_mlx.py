@@ -2,7 +2,7 @@
 
     python tools/measure_mlx.py speed [--small]
     python tools/measure_mlx.py layers [--small]
-    python tools/measure_mlx.py split
+    python tools/measure_mlx.py split [--small]
     python tools/measure_mlx.py agreement
     python tools/measure_mlx.py identity
 
@@ -10,10 +10,10 @@
 parameters (256 experts, hidden 2048, intermediate 512), and lets the engine and mlx-lm generate
 from it by turns, each in a process of its own, with everything in the GPU's memory; it needs
 mlx-lm. ``layers`` compares what a layer adds to a generated token (from tokens through half of the
-layers) with its operations alone, for the embedded model and for that checkpoint. ``--small``, of
-the checkpoint, only tries the script. The others
+layers) with its operations alone, for the embedded model and for that checkpoint. The others
 compute with the embedded model: ``split`` says what the time of a token is made of, with all
 experts in slots and with fewer slots; ``agreement`` compares formats of numbers; ``identity`` bits.
+``--small``, a smaller checkpoint and fewer tokens, only tries the script.
 """
 
 from __future__ import annotations
@@ -217,8 +217,8 @@ def identity() -> None:
 def main() -> None:
     """Parse and measure."""
     parser = argparse.ArgumentParser(description=__doc__)
-    plain = {"split": mlx_token_times.split, "agreement": agreement, "identity": identity}
-    sized = {"speed": speed, "layers": layers}
+    sized = {"speed": speed, "layers": layers, "split": mlx_token_times.split}
+    plain = {"agreement": agreement, "identity": identity}
     parser.add_argument("what", choices=[*sized, *plain, "serve"])
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--who", help=argparse.SUPPRESS)

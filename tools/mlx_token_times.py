@@ -25,8 +25,9 @@ PROMPT = list(range(100, 140))
 SKIPPED = 32
 """Tokens behind a prompt that do not count."""
 SPLIT_SLOTS = (None, 240, 60, 8)
-SPLIT_TOKENS, PREFILL_TOKENS = 128, 768
-SHORT_ROUNDS, SMALL_ROUNDS, WARM_SHORT_ROUNDS = 28, 8, 4
+SPLIT_TOKENS, PREFILL_TOKENS = (128, 16), (768, 64)
+"""In earnest, and to try the script."""
+SHORT_ROUNDS, WARM_SHORT_ROUNDS = (28, 8), 4
 SHORT_TOKENS, SHORT_SKIPPED = 32, 8
 """Of a short round: other programs on the machine disturb all that it compares, or nothing."""
 GROUP = 8
@@ -73,9 +74,8 @@ def clocks(watched: Sequence[tuple[Any, str, str]]) -> Iterator[dict[str, float]
         yield seconds
 
 
-def token_parts(engine: Engine) -> str:
-    """Speed, and what the time of a token is made of."""
-    count = SPLIT_TOKENS
+def token_parts(engine: Engine, count: int) -> str:
+    """Speed over so many tokens, and what the time of one is made of."""
     tokens = engine.generate(PROMPT, SKIPPED + count + 2, ignore_eos=True)
     with clocks(CLOCKS) as seconds:
         list(islice(tokens, SKIPPED))
@@ -106,7 +106,7 @@ def device_us(engine: Engine, repetitions: int = 9) -> float:
     if mx.default_device().type != mx.DeviceType.gpu:
         return float("nan")
     forward: Any = engine._opened.forward
-    token, position = mx.array(PROMPT[:1], mx.int32), len(PROMPT) + SPLIT_TOKENS
+    token, position = mx.array(PROMPT[:1], mx.int32), len(PROMPT) + SPLIT_TOKENS[0]
     with engine.turn, engine.turn.inside():
         forward.count()
         for size in (1024, 2048, 4096, 8192, 16384):
@@ -128,18 +128,19 @@ def device_us(engine: Engine, repetitions: int = 9) -> float:
     return float("nan")
 
 
-def prefill_speed(engine: Engine) -> float:
-    """Tokens/s of a long prompt, when its kernels are compiled."""
+def prefill_speed(engine: Engine, count: int) -> float:
+    """Tokens/s of a prompt of so many, when its kernels are compiled."""
     for first in (5, 6):
-        ids = [(first + 11 * place) % 40000 for place in range(PREFILL_TOKENS)]
+        ids = [(first + 11 * place) % 40000 for place in range(count)]
         begin = time.perf_counter()
         engine.logits(engine.feed(ids))
         took = time.perf_counter() - begin
-    return PREFILL_TOKENS / took
+    return count / took
 
 
-def split() -> None:
+def split(small: bool) -> None:
     """The embedded model's time, with fewer and fewer slots."""
+    tokens, prompt = SPLIT_TOKENS[small], PREFILL_TOKENS[small]
     for slots in SPLIT_SLOTS:
         options: dict[str, Any] = {} if slots is None else {"max_slots": slots}
         name = "all in slots" if slots is None else f"{slots} slots"
@@ -147,10 +148,10 @@ def split() -> None:
             if slots is None:
                 print(engine.describe())
                 heat(engine)
-            print(f"{name}: {token_parts(engine)}")
+            print(f"{name}: {token_parts(engine, tokens)}")
             if slots is None:
                 print(f"{name}: the GPU alone takes {device_us(engine):.0f} us for a token")
-            print(f"{name}: prefill of {PREFILL_TOKENS}: {prefill_speed(engine):.0f} tokens/s")
+            print(f"{name}: prefill of {prompt}: {prefill_speed(engine, prompt):.0f} tokens/s")
 
 
 class Pieces:
@@ -299,5 +300,5 @@ def layers(models: Sequence[Path | None], small: bool) -> None:
         name = "embedded" if path is None else "random checkpoint"
         with Engine.open(path, cap=CAP, backend="mlx", context=1024) as engine:
             heat(engine)
-            rounds = short_rounds(engine, SMALL_ROUNDS if small else SHORT_ROUNDS)
+            rounds = short_rounds(engine, SHORT_ROUNDS[small])
             compare_layer(name, engine, rounds)
