@@ -36,12 +36,22 @@ class Linear:
         if self._format.kind == "dense":
             out = x @ self._arrays[0].T
         else:
-            form = {"group_size": self._format.group_size, "bits": self._format.bits}
+            codes, scales, biases = self._arrays
+            bits, group_size = self._format.bits, self._format.group_size
             if self._by_index and x.shape[0] > 1:
-                only = [array[None] for array in self._arrays]
-                out = mx.gather_qmm(x, *only, rhs_indices=mx.array(0, mx.uint32), **form)
+                out = mx.gather_qmm(
+                    x,
+                    codes[None],
+                    scales[None],
+                    biases[None],
+                    rhs_indices=mx.array(0, mx.uint32),
+                    group_size=group_size,
+                    bits=bits,
+                )
             else:
-                out = mx.quantized_matmul(x, *self._arrays, **form)
+                out = mx.quantized_matmul(
+                    x, codes, scales, biases, group_size=group_size, bits=bits
+                )
         if out.dtype != self._dtype:
             out = out.astype(self._dtype)
         return out if self._bias is None else out + self._bias

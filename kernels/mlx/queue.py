@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, cast
 
 import mlx.core as mx
@@ -94,9 +93,9 @@ class _Stream(mx.StreamContext):
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        kind: type | None = None,
+        error: object | None = None,
+        traceback: object | None = None,
     ) -> None:
         super().__exit__(kind, error, traceback)
         if isinstance(error, RuntimeError) and str(error).startswith(_NOT_COMPILED):

@@ -189,7 +189,7 @@ def eat():
         time.sleep(0.01)
     while True:
         held.append(touch(1 << 20))
-        time.sleep(0.005)
+        time.sleep(0.02)
 held = []
 threading.Thread(target=eat, daemon=True).start()
 from aegis.cli import main
