@@ -70,11 +70,11 @@ class ReadQueue:
     def forgive(self, key: int) -> bool:
         """Forget that a read failed, if others had begun it: that says nothing about the disk now.
         Such a read costs another one, never a token."""
-        if key not in self._adopted:
-            return False
-        self._adopted.remove(key)
-        del self.failed[key]
-        return True
+        forgiven = key in self._adopted
+        if forgiven:
+            self._adopted.remove(key)
+            del self.failed[key]
+        return forgiven
 
     def cancel(self, slot: int) -> None:
         """Withdraw the read into ``slot`` if the disk has not begun, freeing the slot.
