@@ -72,7 +72,6 @@ class ReadQueue:
         Such a read costs another one, never a token."""
         forgiven = key in self._adopted
         if forgiven:
-            self._adopted.remove(key)
             del self.failed[key]
         return forgiven
 
