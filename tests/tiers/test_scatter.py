@@ -246,6 +246,41 @@ def test_the_table_of_a_layer_is_there_when_all_its_experts_are(tmp_path: Path) 
         tiers.files.close()
 
 
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[str, int, list[int]]:
+    """Something that makes experts come, go or move."""
+    kind = draw(st.sampled_from(["use", "use", "use", "release", "recover"]))
+    experts = draw(st.lists(st.integers(0, 2), min_size=1, max_size=2, unique=True))
+    return kind, draw(st.integers(0, 1)), sorted(experts)
+
+
+@given(st.lists(steps(), min_size=1, max_size=25), st.integers(4, EXPERTS))
+def test_a_table_says_where_the_experts_lie_whatever_came_and_went(
+    tmp_path_factory: pytest.TempPathFactory, plan: list[tuple[str, int, list[int]]], slots: int
+) -> None:
+    pools, stride = Pools([(0, 2 * PAGE)]), 2 * PAGE
+    folder = tmp_path_factory.mktemp("tables")
+    with tiers_of(folder, pools, stride, lambda: None, slots) as tiers:
+        for kind, layer, experts in plan:
+            if kind == "use":
+                use(tiers, layer, experts)
+            elif kind == "release":
+                tiers.release_slots(1)
+            else:
+                tiers.recover()
+            for at in range(2):
+                where = {e: tiers.slots.slot_of.get(3 * at + e) for e in range(3)}
+                table = tiers.table(at)
+                if None in where.values():
+                    assert table is None
+                else:
+                    assert table is not None
+                    assert dict(enumerate(table.tolist())) == where
+                    for expert, slot in enumerate(table.tolist()):
+                        assert pools.read(slot, stride) == record_of(at, expert, stride)
+        tiers.files.close()
+
+
 @pytest.mark.parametrize(
     ("num_slots", "guess", "comes"),
     [(EXPERTS, "previous", True), (EXPERTS, "none", False), (SLOTS, "previous", False)],
