@@ -41,8 +41,6 @@ class Traits:
     tile_rows: int
     row_multiple: int
     """Products of several rows have a multiple of so many."""
-    reads_direct: bool = True
-    """Whether direct reads may go into arrays."""
     by_index: bool = False
     """Whether quantised products of several rows have to be gathered where all inputs are one
     group: the kernels that MLX has for just that case on Hopper GPUs (qmm_sm90) give wrong numbers,
@@ -54,6 +52,11 @@ class Traits:
     def dtype(self) -> mx.Dtype:
         """MLX's type of activations."""
         return DTYPES[self.numbers]
+
+    @property
+    def reads_direct(self) -> bool:
+        """Whether direct reads may go into arrays."""
+        return reads_direct(self.device)
 
     def attention_is_fused(self, head_dim: int) -> bool:
         """Whether attention over a chunk of queries needs no memory for scores."""
@@ -89,7 +92,6 @@ def open_device(numbers: Numbers, cache_nbytes: int) -> Traits:
             numbers,
             TILE_ROWS,
             _CUDA_ROWS,
-            reads_direct=reads_direct(device),
             by_index=True,
             files_nbytes=_files_nbytes(),
         )
