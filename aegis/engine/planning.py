@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from aegis.checkpoint.config import tokenizer_nbytes
 from aegis.checkpoint.storage import DIRECT, Storage, storage_of
+from aegis.engine.backends import backend_errors
 from aegis.engine.limits import MemoryLimits, memory_limits
 from aegis.engine.memory import resident_nbytes
 from aegis.engine.numbers import (
@@ -24,7 +25,7 @@ from aegis.engine.numbers import (
 )
 from aegis.errors import BackendError, UsageError, shown
 from aegis.kernels import registry
-from aegis.kernels.base import BackendUnavailableError, SlotPart, WorkspaceSpec
+from aegis.kernels.base import SlotPart, WorkspaceSpec
 from aegis.kernels.sizes import align_up
 from aegis.kernels.threads import default_threads, usable_processors
 from aegis.models import check_layout, family
@@ -142,10 +143,8 @@ def choose_backend(name: str, checked: bool = True) -> str:
     Raises:
         BackendError: it cannot; the message says why.
     """
-    try:
+    with backend_errors():
         return registry.resolve(name, checked)
-    except BackendUnavailableError as error:
-        raise BackendError(str(error)) from None
 
 
 def backend_layout(backend: str) -> Layout:

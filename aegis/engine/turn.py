@@ -11,8 +11,8 @@ from functools import wraps
 from types import FrameType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from aegis.errors import AegisError, BackendError
-from aegis.kernels.base import BackendUnavailableError
+from aegis.engine.backends import backend_errors
+from aegis.errors import AegisError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -113,10 +113,8 @@ def in_turn(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P
         with turn.lock:
             turn.begin()
             try:
-                with turn.inside():
+                with backend_errors(), turn.inside():
                     return method(self, *args, **kwargs)
-            except BackendUnavailableError as error:
-                raise BackendError(str(error)) from error
             finally:
                 turn.end()
 
