@@ -422,6 +422,8 @@ class SlotPart:
     nbytes: int
     base: int
     stride: int
+    direct: bool = True
+    """Whether a direct read may put bytes there; if not, they are copied once they have come."""
 
 
 class SlotMemory(Protocol):

@@ -59,7 +59,9 @@ class DeviceShare:
 
     def __post_init__(self) -> None:
         """Refuse values that no plan could honour."""
-        if self.runtime_nbytes < 0 or (self.cap_nbytes is not None and self.cap_nbytes < 1):
+        if self.runtime_nbytes < 0:
+            raise ValueError(f"runtime_nbytes is {self.runtime_nbytes}: it cannot be negative")
+        if self.cap_nbytes is not None and self.cap_nbytes < 1:
             raise ValueError(f"device_cap_nbytes is {self.cap_nbytes}: it must be at least 1")
 
 

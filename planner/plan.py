@@ -262,7 +262,8 @@ def _plan_apart(request: PlanRequest, device: DeviceShare, device_cap: int) -> M
         device=None,
         runtime_nbytes=device.runtime_nbytes,
         options=[replace(option, embedding_rows_nbytes=0) for option in request.options],
-        load_peak_nbytes=0,
+        # One byte more would change nothing: a slot takes that much.
+        load_peak_nbytes=0,  # mutate: equivalent
         io_nbytes=0,
         page_cache_nbytes=0,
         store_nbytes=0,
@@ -328,20 +329,19 @@ def _choose(
 ) -> tuple[PrefillOption, int]:
     """The step and the slots at ``cap``, given that the smallest step fits.
 
-    Never fewer slots than at any smaller cap: where the largest step would cost slots that a
-    smaller cap already has, the choice of just below its threshold is kept.
+    Never fewer slots than at any smaller cap: where the largest step would cost slots, what its
+    threshold buys without it is kept.
     """
     largest, smaller = options[-1], options[:-1]
     slots = _slots(request, largest, place, cap)
     if not smaller or slots == request.all_slots:
         return largest, slots
-    # One byte over the smallest cap at least: what is held must itself be a plan that fits.
     threshold = max(
-        _affordable_from(request, largest, place), _smallest_cap(request, options[0], place) + 1
+        _affordable_from(request, largest, place), _smallest_cap(request, options[0], place)
     )
     if cap < threshold:
         return _choose(request, smaller, place, cap)
-    held = _choose(request, smaller, place, threshold - 1)
+    held = _choose(request, smaller, place, threshold)
     return (largest, slots) if slots >= held[1] else held
 
 

@@ -70,11 +70,10 @@ class ReadQueue:
     def forgive(self, key: int) -> bool:
         """Forget that a read failed, if others had begun it: that says nothing about the disk now.
         Such a read costs another one, never a token."""
-        if key not in self._adopted:
-            return False
-        self._adopted.remove(key)
-        del self.failed[key]
-        return True
+        forgiven = key in self._adopted
+        if forgiven:
+            del self.failed[key]
+        return forgiven
 
     def cancel(self, slot: int) -> None:
         """Withdraw the read into ``slot`` if the disk has not begun, freeing the slot.
@@ -140,9 +139,7 @@ class ReadQueue:
                 if got < stride or index in damaged:
                     self._fail(slot, got)
                 else:
-                    # Scattered reads are checked every time: see PythonReadPool._wrong.
-                    if not self.slots.parts:
-                        self.files.note_intact(layer_index, expert + index)
+                    self.files.note_intact(layer_index, expert + index)
                     self.slots.arrive(slot)
                 got -= min(stride, max(0, got))
 

@@ -29,9 +29,6 @@ UNCHECKED = -1
 """In place of a checksum: do not check."""
 
 _SWITCH_INTERVAL_S = 1e-4
-_READ_AGAIN = 2
-"""How often a scattered read with a wrong checksum is repeated before the record counts as damaged;
-see ``_wrong``."""
 
 
 class ReadPool(Protocol):
@@ -337,14 +334,6 @@ class PythonReadPool:
                 self._ended.notify_all()
 
     def _perform(self, job: _Job) -> int:
-        got = self._read_once(job)
-        for _ in range(_READ_AGAIN if self._scatter is not None else 0):
-            if not job.damaged:
-                break
-            got = self._read_once(job)
-        return got
-
-    def _read_once(self, job: _Job) -> int:
         records, copies = self._places(job)
         got = self._fill(job, [view for views in records for view in views])
         if got < 0:
@@ -354,21 +343,14 @@ class PythonReadPool:
                 os.posix_fadvise(
                     job.fd, job.offset, job.nbytes * len(records), os.POSIX_FADV_DONTNEED
                 )
-        job.damaged = self._wrong(job, records[: got // job.nbytes])
+        known = zip(job.checksums, records[: got // job.nbytes], strict=False)
+        job.damaged = [
+            index
+            for index, (checksum, views) in enumerate(known)
+            if checksum != UNCHECKED and _crc32(views) != checksum
+        ]
         Scatter.finish(copies)
         return got
-
-    def _wrong(self, job: _Job, records: Sequence[list[memoryview]]) -> list[int]:
-        """Which records that have arrived have another checksum than expected."""
-        known = enumerate(job.checksums[: len(records)])
-        pieces = [index for index, checksum in known if checksum != UNCHECKED]
-        # Slots are in parts where a GPU computes, and there, on a machine with an NVIDIA GPU, 29 of
-        # 6193 short records had another checksum when their read had just ended and the right bytes
-        # a moment later, without being read again, all in a bounce buffer; of 9012 long ones none
-        # had. The cause is not known. So what looks wrong is looked at twice, then read again.
-        for _ in range(1 if self._scatter is None else 2):
-            pieces = [i for i in pieces if _crc32(records[i]) != job.checksums[i]]
-        return pieces
 
     def _places(self, job: _Job) -> tuple[list[list[memoryview]], Sequence[Copy]]:
         """Where each piece goes, and what is to be copied when all have come."""

@@ -1,7 +1,8 @@
 """Where the bytes of a record go when a slot is not one range of memory.
 
 A direct read needs addresses, offsets and sizes that are multiples of 4096. Parts of a slot with
-such are read into; all others come through a bounce buffer of the reader's thread.
+such are read into, where that is safe; all others come through a bounce buffer of the reader's
+thread.
 """
 
 from __future__ import annotations
@@ -107,7 +108,8 @@ class Scatter:
 
 
 def _direct(part: SlotPart) -> bool:
-    return not any(n % RECORD_ALIGN for n in (part.offset, part.nbytes, part.base, part.stride))
+    numbers = (part.offset, part.nbytes, part.base, part.stride)
+    return part.direct and not any(n % RECORD_ALIGN for n in numbers)
 
 
 def view_of(address: int, nbytes: int) -> memoryview:

@@ -69,7 +69,8 @@ class SlotPool:
         self.parts = parts
         self.settle: Callable[[], None] = _nothing
         """Called before a slot is written to: waits for computations that may still read it."""
-        self.experts_per_layer = 1 << 60
+        # Until it is known, any number above all keys would do.
+        self.experts_per_layer = 1 << 60  # mutate: equivalent
         self.resident: Counter[int] = Counter()
         """Layer to how many of its experts lie in slots."""
         self.changes: Counter[int] = Counter()
@@ -106,7 +107,7 @@ class SlotPool:
     def _note_resident(self, key: int, change: int) -> None:
         layer = key // self.experts_per_layer
         self.resident[layer] += change
-        self.changes[layer] += 1
+        self.changes.update((layer,))
 
     def fail(self, slot: int) -> None:
         """The read into ``slot`` failed or was withdrawn: the slot is free, its pins are void."""
@@ -170,7 +171,6 @@ class SlotPool:
     def rebuild(self) -> None:
         """Put the books in order after an interruption anywhere: what is resident stays, without
         pins; every other slot is free. No read may be under way."""
-        self.settle()
         hot = set(self.hot)
         resident: dict[int, int] = {}
         for slot in range(self.capacity):
@@ -285,8 +285,9 @@ class SlotPool:
 
     def _copy(self, slot: int, target: int) -> None:
         """Bring the bytes of one slot into another."""
-        whole = (SlotPart(0, self.stride, self.base, self.stride),) if self.base else ()
-        for part in self.parts or whole:
+        # Where a part comes from in the record does not matter here.
+        whole = SlotPart(0, self.stride, self.base, self.stride)  # mutate: equivalent
+        for part in self.parts or (whole,):
             to, origin = (part.base + index * part.stride for index in (target, slot))
             ctypes.memmove(to, origin, part.nbytes)
 

@@ -1,13 +1,19 @@
-"""Measure the mlx backend on a GPU: speed against mlx-lm, agreement of number formats, same bits.
+"""Measure the mlx backend on a GPU.
 
     python tools/measure_mlx.py speed [--small]
+    python tools/measure_mlx.py layers [--small]
+    python tools/measure_mlx.py split [--small]
     python tools/measure_mlx.py agreement
     python tools/measure_mlx.py identity
 
 ``speed`` makes a random checkpoint of four layers in the shape of a model with 35 billion
-parameters (256 experts, hidden 2048, intermediate 512), and lets both generate from it by turns,
-each in a process of its own, with everything in the GPU's memory; it needs mlx-lm. ``--small`` only
-tries the script. The others compute with the embedded model.
+parameters (256 experts, hidden 2048, intermediate 512), and lets the engine and mlx-lm generate
+from it by turns, each in a process of its own, with everything in the GPU's memory; it needs
+mlx-lm. ``layers`` compares what a layer adds to a generated token (from tokens through half of the
+layers) with its operations alone, for the embedded model and for that checkpoint. The others
+compute with the embedded model: ``split`` says what the time of a token is made of, with all
+experts in slots and with fewer slots; ``agreement`` compares formats of numbers; ``identity`` bits.
+``--small``, a smaller checkpoint and fewer tokens, only tries the script.
 """
 
 from __future__ import annotations
@@ -23,14 +29,20 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 
 from aegis import Engine
 
-GOLDENS = Path(__file__).resolve().parent.parent / "tests/goldens"
-PROMPT = list(range(100, 140))
+TOOLS = Path(__file__).resolve().parent
+sys.path.append(str(TOOLS))
+
+import mlx_token_times  # noqa: E402 - python -P leaves this folder out
+from mlx_token_times import CAP, PROMPT, SKIPPED, heat  # noqa: E402
+
+GOLDENS = TOOLS.parent / "tests/goldens"
 ROUNDS, WARM_ROUNDS = 6, 2
-TOKENS, SKIPPED = 300, 32
+TOKENS = 300
 EXPERTS, CHOSEN, LAYERS = 256, 8, 4
 WAYS: list[dict[str, Any]] = [
     {},
@@ -43,8 +55,6 @@ WAYS: list[dict[str, Any]] = [
 
 def checkpoint(folder: Path, small: bool) -> Path:
     """Write the random checkpoint, in bfloat16 and 4 bits."""
-    import mlx.core as mx
-
     hidden, inner, vocab = (256, 64, 512) if small else (2048, 512, 32768)
     heads, kv_heads, width = (4, 2, 64) if small else (16, 2, 128)
     weights: dict[str, Any] = {}
@@ -105,6 +115,8 @@ def checkpoint(folder: Path, small: bool) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_bytes((GOLDENS / "qwen2_moe" / name).read_bytes())
+    weights.clear()
+    mx.clear_cache()
     return folder
 
 
@@ -123,17 +135,13 @@ def serve(generate: Callable[[int], Iterable[object]]) -> None:
 
 def serve_ours(folder: Path) -> None:
     """With every expert in a slot, which takes some tokens."""
-    with Engine.open(folder, cap="64GiB", backend="mlx", context=1024) as engine:
-        before = -1
-        while engine.stats.totals("decode").read_nbytes != before:
-            before = engine.stats.totals("decode").read_nbytes
-            list(engine.generate(PROMPT, 50, ignore_eos=True))
+    with Engine.open(folder, cap=CAP, backend="mlx", context=1024) as engine:
+        heat(engine)
         serve(lambda count: engine.generate(PROMPT, count, ignore_eos=True))
 
 
 def serve_mlx_lm(folder: Path) -> None:
     """The same with mlx-lm."""
-    import mlx.core as mx
     from mlx_lm.generate import generate_step
     from mlx_lm.utils import load_model
 
@@ -144,11 +152,11 @@ def serve_mlx_lm(folder: Path) -> None:
 def speed(small: bool) -> None:
     """Both by turns; the first rounds do not count."""
     with tempfile.TemporaryDirectory() as name:
-        folder = checkpoint(Path(name), small)
+        checkpoint(Path(name), small)
         figures: dict[str, list[float]] = {"aegis": [], "mlx-lm": []}
-        running = {}
+        running: dict[str, Any] = {}
         for who in figures:
-            command = [sys.executable, "-P", __file__, "serve", "--who", who, "--folder", folder]
+            command = [sys.executable, "-P", __file__, "serve", "--who", who, "--folder", name]
             pipe = subprocess.PIPE
             running[who] = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
             assert running[who].stdout.readline() == "ready\n", f"{who} did not start"
@@ -167,12 +175,18 @@ def speed(small: bool) -> None:
     print(f"ratio {medians['aegis'] / medians['mlx-lm']:.2f}")
 
 
+def layers(small: bool) -> None:
+    """A layer in a token against its operations alone."""
+    with tempfile.TemporaryDirectory() as name:
+        mlx_token_times.layers([None, checkpoint(Path(name), small)], small)
+
+
 def agreement() -> None:
     """bfloat16 against float32 over the text of the perplexity golden."""
     ids = json.loads((GOLDENS / "smolmoe-135m/golden.json").read_text())["perplexity"]["ids"]
     logs = []
     for numbers in ("f32", "bf16"):
-        options = {"backend": "mlx", "activations": numbers, "context": 2048}
+        options: dict[str, Any] = {"backend": "mlx", "activations": numbers, "context": 2048}
         with Engine.open(cap="16GiB", **options) as engine:
             logits = engine.score(ids, last=None).astype(np.float64)
         logits -= logits.max(-1, keepdims=True)
@@ -203,17 +217,19 @@ def identity() -> None:
 def main() -> None:
     """Parse and measure."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["speed", "agreement", "identity", "serve"])
+    sized = {"speed": speed, "layers": layers, "split": mlx_token_times.split}
+    plain = {"agreement": agreement, "identity": identity}
+    parser.add_argument("what", choices=[*sized, *plain, "serve"])
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--who", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.what == "serve":
         (serve_ours if options.who == "aegis" else serve_mlx_lm)(options.folder)
-    elif options.what == "speed":
-        speed(options.small)
+    elif options.what in sized:
+        sized[options.what](options.small)
     else:
-        {"agreement": agreement, "identity": identity}[options.what]()
+        plain[options.what]()
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 from aegis.checkpoint.storage import storage_of
 from aegis.engine import memory
+from aegis.engine.backends import backend_errors
 from aegis.engine.embedding import DiskEmbedding
 from aegis.engine.forward import Forward
 from aegis.engine.governor import DeviceGauge, Governor, ProcessGauge
@@ -214,7 +215,7 @@ def open_model(
     warm_up()
     memory.trim()
     try:
-        with ExitStack() as undo:
+        with backend_errors(), ExitStack() as undo:
             opened = _allocate(undo, model_name(folder), store, request, plan, tokenizer)
             undo.pop_all()
             return opened

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from aegis.checkpoint.config import tokenizer_nbytes
 from aegis.checkpoint.storage import DIRECT, Storage, storage_of
+from aegis.engine.backends import backend_errors
 from aegis.engine.limits import MemoryLimits, memory_limits
 from aegis.engine.memory import resident_nbytes
 from aegis.engine.numbers import (
@@ -24,7 +25,7 @@ from aegis.engine.numbers import (
 )
 from aegis.errors import BackendError, UsageError, shown
 from aegis.kernels import registry
-from aegis.kernels.base import BackendUnavailableError, Format, SlotPart, WorkspaceSpec
+from aegis.kernels.base import Format, SlotPart, WorkspaceSpec
 from aegis.kernels.sizes import align_up, block_inputs
 from aegis.kernels.threads import default_threads, usable_processors
 from aegis.models import check_layout, family
@@ -153,10 +154,8 @@ def choose_backend(name: str, checked: bool = True) -> str:
     Raises:
         BackendError: it cannot; the message says why.
     """
-    try:
+    with backend_errors():
         return registry.resolve(name, checked)
-    except BackendUnavailableError as error:
-        raise BackendError(str(error)) from None
 
 
 def backend_layout(backend: str) -> Layout:
@@ -357,12 +356,14 @@ def _bounced_nbytes(request: Request) -> int:
     """Buffers of readers for what cannot be read into slots in parts."""
     if request.backend != "mlx":
         return 0
+    from aegis.kernels.mlx.probe import reads_direct
     from aegis.kernels.mlx.sizes import segment_ranges
     from aegis.tiers.scatter import RUN_NBYTES, Scatter
 
     geometry = request.layout.geometry(request.settings.experts)
     ranges = [place for part in geometry.segments.values() for place in segment_ranges(part)]
-    parts = [SlotPart(place.offset, place.nbytes, 0, place.nbytes) for place in ranges]
+    direct = reads_direct(request.device)
+    parts = [SlotPart(place.offset, place.nbytes, 0, place.nbytes, direct) for place in ranges]
     run = max(1, RUN_NBYTES // geometry.stride)
     return request.settings.io_threads * run * Scatter(parts, geometry.stride).bounce_nbytes
 

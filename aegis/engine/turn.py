@@ -11,6 +11,7 @@ from functools import wraps
 from types import FrameType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
+from aegis.engine.backends import backend_errors
 from aegis.errors import AegisError
 
 P = ParamSpec("P")
@@ -112,7 +113,7 @@ def in_turn(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P
         with turn.lock:
             turn.begin()
             try:
-                with turn.inside():
+                with backend_errors(), turn.inside():
                     return method(self, *args, **kwargs)
             finally:
                 turn.end()

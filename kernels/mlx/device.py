@@ -13,7 +13,7 @@ from weakref import WeakMethod
 import mlx.core as mx
 
 from aegis.kernels.base import BackendUnavailableError
-from aegis.kernels.mlx.probe import Device, installed_device
+from aegis.kernels.mlx.probe import Device, installed_device, reads_direct
 from aegis.kernels.mlx.sizes import TILE_ROWS
 
 if TYPE_CHECKING:
@@ -41,6 +41,10 @@ class Traits:
     tile_rows: int
     row_multiple: int
     """Products of several rows have a multiple of so many."""
+    by_index: bool = False
+    """Whether quantised products of several rows have to be gathered where all inputs are one
+    group: the kernels that MLX has for just that case on Hopper GPUs (qmm_sm90) give wrong numbers,
+    NaN among them, up to version 0.32.4 at least."""
     files_nbytes: int = 0
     """What libraries take of the resident size (CUDA only)."""
 
@@ -48,6 +52,11 @@ class Traits:
     def dtype(self) -> mx.Dtype:
         """MLX's type of activations."""
         return DTYPES[self.numbers]
+
+    @property
+    def reads_direct(self) -> bool:
+        """Whether direct reads may go into arrays."""
+        return reads_direct(self.device)
 
     def attention_is_fused(self, head_dim: int) -> bool:
         """Whether attention over a chunk of queries needs no memory for scores."""
@@ -78,7 +87,14 @@ def open_device(numbers: Numbers, cache_nbytes: int) -> Traits:
     mx.reset_peak_memory()
     if device == "cuda":
         mx.eval(mx.zeros(1) + 1)  # loads the libraries
-        return Traits(device, numbers, TILE_ROWS, _CUDA_ROWS, _files_nbytes())
+        return Traits(
+            device,
+            numbers,
+            TILE_ROWS,
+            _CUDA_ROWS,
+            by_index=True,
+            files_nbytes=_files_nbytes(),
+        )
     return Traits(device, numbers, _CPU_TILE_ROWS if device == "cpu" else TILE_ROWS, 1)
 
 

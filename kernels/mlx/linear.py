@@ -21,6 +21,8 @@ class Linear:
         self._dtype, self._multiple = traits.dtype, traits.row_multiple
         self._format, self._bias = weight.format, bias
         self._arrays = in_numbers(memory.arrays(weight), weight, traits)
+        one_group = self._format.kind != "dense" and weight.shape[1] == self._format.group_size
+        self._by_index = traits.by_index and one_group
 
     def __call__(self, x: mx.array) -> mx.array:
         """The product; weights of wider numbers than x's are computed with in theirs."""
@@ -35,15 +37,21 @@ class Linear:
             out = x @ self._arrays[0].T
         else:
             codes, scales, biases = self._arrays
-            out = mx.quantized_matmul(
-                x,
-                codes,
-                scales,
-                biases,
-                transpose=True,
-                group_size=self._format.group_size,
-                bits=self._format.bits,
-            )
+            bits, group_size = self._format.bits, self._format.group_size
+            if self._by_index and x.shape[0] > 1:
+                out = mx.gather_qmm(
+                    x,
+                    codes[None],
+                    scales[None],
+                    biases[None],
+                    rhs_indices=mx.array(0, mx.uint32),
+                    group_size=group_size,
+                    bits=bits,
+                )
+            else:
+                out = mx.quantized_matmul(
+                    x, codes, scales, biases, group_size=group_size, bits=bits
+                )
         if out.dtype != self._dtype:
             out = out.astype(self._dtype)
         return out if self._bias is None else out + self._bias

@@ -66,6 +66,11 @@ def installed_device() -> Device:
     return "cpu"
 
 
+def reads_direct(device: Device) -> bool:
+    """Whether direct reads may go into the device's arrays: see aegis.kernels.mlx.memory."""
+    return device != "cuda"
+
+
 def why_not_chosen() -> str | None:
     """Why ``auto`` takes another backend although this one can run; None where it takes it."""
     if installed_device() != "cpu":

@@ -9,7 +9,13 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from aegis.kernels.base import AttentionBlock, ExpertsBlock, RouterBlock, Routing
+from aegis.kernels.base import (
+    AttentionBlock,
+    BackendUnavailableError,
+    ExpertsBlock,
+    RouterBlock,
+    Routing,
+)
 from aegis.kernels.mlx import device
 from aegis.kernels.mlx.attention import MlxAttention
 from aegis.kernels.mlx.delta import MlxDelta
@@ -17,6 +23,9 @@ from aegis.kernels.mlx.experts import MlxExperts
 from aegis.kernels.mlx.latent import MlxLatentAttention
 from aegis.kernels.mlx.layer import MlxLayer
 from aegis.kernels.mlx.router import MlxRouter, MlxRouting
+
+_NOT_COMPILED = "Failed to compile kernel"
+"""How MLX begins to say so; the compiler's whole output follows."""
 
 
 class MlxQueue:
@@ -29,9 +38,9 @@ class MlxQueue:
         self._gathered: tuple[list[Routing], mx.array] | None = None
         """Routings that will be read together, and what was chosen in all of them."""
 
-    def stream(self) -> mx.StreamContext:
+    def stream(self) -> _Stream:
         """See Queue."""
-        return mx.stream(self._stream)
+        return _Stream(self._stream)
 
     def add(self, result: mx.array) -> None:
         """A result whose graph reads from slots. It depends on all results before it, or is
@@ -81,6 +90,24 @@ class MlxQueue:
             with self.stream():
                 mx.eval(self._last)
             self._last = None
+
+
+class _Stream(mx.StreamContext):
+    """MLX's context, out of which what MLX says of a kernel comes as a sentence."""
+
+    def __exit__(
+        self,
+        kind: type | None = None,
+        error: object | None = None,
+        traceback: object | None = None,
+    ) -> None:
+        super().__exit__(kind, error, traceback)
+        if isinstance(error, RuntimeError) and str(error).startswith(_NOT_COMPILED):
+            reason = str(error).removeprefix(_NOT_COMPILED).strip(": ").partition("\n")[0]
+            raise BackendUnavailableError(
+                f"MLX could not compile a kernel for this GPU ({reason}); `aegis doctor` says"
+                " whether CUDA's headers are there, and --backend native needs none"
+            ) from error
 
 
 def _together(routings: Sequence[Routing]) -> mx.array:

@@ -17,6 +17,7 @@ from typing import Any
 import cgroup
 import numpy as np
 import pytest
+from mlx_tools import ON_GPU, PLENTY
 
 from aegis.checkpoint.storage import DIRECT, Storage
 from aegis.doctor import selftest as selftests
@@ -31,6 +32,7 @@ from aegis.engine.limits import MemoryLimits
 from aegis.errors import AegisError, BackendError
 from aegis.kernels import registry
 from aegis.kernels.mlx import probe
+from aegis.planner import parse_size
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
@@ -178,7 +180,8 @@ def short_runs(
 ) -> tuple[list[Run], list[Skipped]]:
     """Two steps at two caps, or one where they are slow."""
     if backend != "native":
-        return [Run(backend, None, 600 * MIB, 1, 1, False)], []
+        cap = parse_size(PLENTY) if backend == "mlx" and ON_GPU else 600 * MIB
+        return [Run(backend, None, cap, 1, 1, False)], []
     isa = native_isas()[0]
     return [Run(backend, isa, cap * MIB, 1, 2, True) for cap in (200, 250)], []
 

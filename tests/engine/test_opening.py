@@ -7,6 +7,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine_tools import store_of
@@ -19,8 +20,9 @@ from aegis.checkpoint.store import Store
 from aegis.convert.cache import embedded_path, ensure_store
 from aegis.engine import memory, opening
 from aegis.engine.governor import Governor, ProcessGauge
-from aegis.errors import ReadError, StoreError, UsageError
+from aegis.errors import BackendError, ReadError, StoreError, UsageError
 from aegis.kernels import registry
+from aegis.kernels.base import Backend, BackendUnavailableError
 from aegis.tiers import ArenaError, PythonReadPool
 from aegis.tiers.read_pool import UNCHECKED
 from aegis.tiers.slots import RESIDENT
@@ -364,6 +366,33 @@ def test_memory_that_the_system_refuses_is_an_error_in_a_sentence(
 
     monkeypatch.setattr(opening, "Arena", refuse)
     with pytest.raises(AegisError, match=r"refused [0-9]+ bytes of memory"):
+        open_small(store, threads=2)
+    assert len(os.listdir("/proc/self/fd")) == files
+    assert settled_tasks() == tasks
+
+
+@linux
+@pytest.mark.parametrize("while_doing", ["create", "open_workspace", "bind_slots"])
+def test_a_backend_that_fails_at_open_is_an_error_in_a_sentence(
+    store: Store, monkeypatch: pytest.MonkeyPatch, while_doing: str
+) -> None:
+    open_small(store).close()
+    tasks, files = settled_tasks(), len(os.listdir("/proc/self/fd"))
+    create = registry.create
+
+    def fail(*_: object) -> None:
+        raise BackendUnavailableError("the driver has gone")
+
+    def failing(*arguments: Any) -> Backend:
+        backend = create(*arguments)
+        if while_doing == "create":
+            backend.close()
+            fail()
+        monkeypatch.setattr(backend, while_doing, fail)
+        return backend
+
+    monkeypatch.setattr(registry, "create", failing)
+    with pytest.raises(BackendError, match=r"^the driver has gone$"):
         open_small(store, threads=2)
     assert len(os.listdir("/proc/self/fd")) == files
     assert settled_tasks() == tasks

@@ -50,6 +50,7 @@ def test_each_device_has_its_own_tiles(monkeypatch: pytest.MonkeyPatch, device: 
     assert (found["cuda"].tile_rows, found["cuda"].row_multiple) == (16, 64)
     assert (found["metal"].tile_rows, found["metal"].row_multiple) == (16, 1)
     assert found["cuda"].files_nbytes > 0 == found["metal"].files_nbytes
+    assert (found["cuda"].reads_direct, found["metal"].reads_direct) == (False, True)
     assert found["cuda"].attention_is_fused(128)
     assert not found["metal"].attention_is_fused(96)
 

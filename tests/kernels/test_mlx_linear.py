@@ -46,8 +46,9 @@ def test_rows_are_filled_up_to_a_multiple_and_the_filling_is_dropped(rows: int, 
     weight = Weight((24, 64), fmt, "row", region)
     x = rng.normal(0, 1, (rows, 64)).astype(np.float32)
     wanted = x.astype(np.float64) @ formats.dequantize(weight).astype(np.float64).T
-    for multiple in (1, 8):
-        linear = Linear(memory, replace(traits, row_multiple=multiple), weight)
+    for multiple, by_index in ((1, True), (8, True), (1, traits.by_index), (8, traits.by_index)):
+        changed = replace(traits, row_multiple=multiple, by_index=by_index)
+        linear = Linear(memory, changed, weight)
         found = np.array(linear(mx.array(x)))
         assert found.shape == wanted.shape
         assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()

@@ -67,7 +67,6 @@ def test_each_side_is_under_its_own_cap(
         assert plan.unused_device_nbytes == device_cap - device >= 0
     else:
         assert plan.refusal().count("does not fit") == (cap < 70 * MIB) + (device_cap < 154 * MIB)
-    assert any("device cap" in line for line in explain_plan(plan))
 
 
 @given(SIZES, st.none() | st.integers(154 * MIB, 900 * MIB))
@@ -84,6 +83,8 @@ def test_one_cap_is_for_both_and_slots_end_with_the_devices_memory(
         assert host + device <= cap
         assert device <= (ceiling or device)
     assert plan.unused_device_nbytes == plan.device_shortage_nbytes == 0
+    assert plan.device is not None
+    assert plan.device.min_cap_nbytes == 154 * MIB
 
 
 def test_refusals_name_the_side_that_is_short_and_the_smallest_caps() -> None:
@@ -103,13 +104,65 @@ def test_refusals_name_the_side_that_is_short_and_the_smallest_caps() -> None:
 def test_a_device_that_is_too_small_is_named() -> None:
     small = plan_request(request(900 * MIB, None, 120 * MIB))
     assert not small.feasible
-    assert "the GPU's memory ends at 120 MiB" in small.refusal()
-    assert "above the GPU's memory" in small.device_shortfall
+    assert small.refusal() == (
+        "the plan takes 154 MiB, but the GPU's memory ends at 120 MiB; even the smallest device"
+        f" cap that opens, {154 * MIB}B, is above it, so use a shorter context"
+    )
+    assert small.device_shortfall == "34 MiB above the GPU's memory"
+    assert explain_plan(small)[-1].endswith("34 MiB above the GPU's memory")
     large = plan_request(request(900 * MIB, 700 * MIB, 300 * MIB))
     assert f"use a device cap of at most {300 * MIB}B" in large.refusal()
     warned = plan_request(request(900 * MIB, 900 * MIB, 800 * MIB))
     assert warned.feasible
     assert "device cap of 900 MiB is above the GPU's memory" in warned.warnings[0]
+
+
+@pytest.mark.parametrize("device_cap", [None, 700 * MIB])
+def test_a_host_that_is_too_small_is_named_whatever_the_device_has(device_cap: int | None) -> None:
+    plan = plan_request(request(900 * MIB, device_cap, None, 69 * MIB))
+    assert not plan.feasible
+    assert plan.refusal().startswith("the plan takes 70 MiB, but this machine's memory ends at 69")
+    assert plan_request(request(900 * MIB, device_cap, None, 70 * MIB)).feasible
+
+
+def test_the_smallest_caps_of_both_sides_open_together() -> None:
+    plan = plan_request(request(70 * MIB, 154 * MIB))
+    assert plan.feasible
+    assert plan.unused_nbytes == plan.unused_device_nbytes == 0
+    assert plan.shortfall == plan.device_shortfall == ""
+    alone = plan_request(replace(request(400 * MIB), device=None))
+    assert (alone.device_nbytes, alone.device_shortfall) == (0, "")
+
+
+def test_what_is_free_on_the_device_is_warned_of_to_the_byte() -> None:
+    asked = request(900 * MIB, 300 * MIB)
+    assert asked.device is not None
+    for free, warnings in ((300 * MIB, 0), (300 * MIB - 1, 1)):
+        around = Surroundings(free_nbytes=free, cap="device cap")
+        plan = plan_request(replace(asked, device=replace(asked.device, around=around)))
+        assert len(plan.warnings) == warnings
+        # What surrounds a plan does not make it another one.
+        assert plan == plan_request(asked)
+
+
+def test_the_plan_is_a_table_with_each_side_and_its_cap() -> None:
+    assert explain_plan(plan_request(request(100 * MIB, 200 * MIB)))[-6:] == [
+        "hot tier           34 MiB  34 slots of 1 MiB",
+        "total             270 MiB",
+        "on the host        70 MiB",
+        "cap               100 MiB  30 MiB unused",
+        "on the device     200 MiB",
+        "device cap        200 MiB  0 B unused",
+    ]
+    assert explain_plan(plan_request(request(60 * MIB, 100 * MIB)))[-4:] == [
+        "on the host        70 MiB",
+        "cap                60 MiB  10 MiB short of the smallest that opens",
+        "on the device     154 MiB",
+        "device cap        100 MiB  54 MiB short of the smallest that opens",
+    ]
+    assert explain_plan(plan_request(request(400 * MIB)))[-1].startswith(
+        "cap               400 MiB"
+    )
 
 
 def test_the_plan_as_json_says_what_the_device_holds() -> None:
@@ -131,6 +184,12 @@ def test_an_embedding_table_that_stays_on_disk_has_its_rows_on_the_host() -> Non
     assert plan.embedding == "disk"
     assert parts(plan) == (75 * MIB, 200 * MIB)
     assert plan.min_cap_nbytes == 75 * MIB
+
+
+def test_no_runtime_is_less_than_nothing() -> None:
+    DeviceShare(0, 1)
+    with pytest.raises(ValueError, match="runtime_nbytes is -1: it cannot be negative"):
+        DeviceShare(-1)
 
 
 @pytest.mark.parametrize("nbytes", [0, -5])

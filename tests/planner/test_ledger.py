@@ -96,6 +96,7 @@ def test_items_that_a_request_leaves_out_take_nothing() -> None:
     zero = ("embedding_rows", "recurrent_state", "logits", "io_buffers", "runtime_reserve")
     assert all(dict(plan.items)[name] == 0 for name in zero)
     assert plan.load_peak_nbytes == 0
+    assert PrefillOption(16, MIB).embedding_rows_nbytes == 0
 
 
 def test_a_table_on_disk_takes_the_rows_of_one_chunk() -> None:

@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aegis.planner import MemoryPlan, PlanRequest, PrefillOption, make_plan, sweep_plans
+from aegis.planner import (
+    MemoryPlan,
+    PlanRequest,
+    PrefillOption,
+    Surroundings,
+    make_plan,
+    sweep_plans,
+)
 
 MIB = 1 << 20
 SIZES = st.integers(0, 4000)
@@ -190,3 +197,66 @@ def test_json_carries_what_a_script_needs() -> None:
     assert (data["slots"], data["borrowed_slots"]) == (plan.slots, plan.staging_slots)
     assert data["feasible"] is True
     assert data["min_cap_nbytes"] == plan.min_cap_nbytes
+
+
+def stepped(cap: int, options: list[PrefillOption], place: str = "ram") -> MemoryPlan:
+    """1000 bytes of runtime, a table of 500, and slots of 100."""
+    return make_plan(
+        request(
+            cap_nbytes=cap,
+            runtime_nbytes=1000,
+            resident_nbytes=0,
+            embedding_nbytes=500,
+            embedding=place,
+            kv_nbytes=0,
+            options=options,
+            slot_nbytes=100,
+            num_experts_per_tok=1,
+        )
+    )
+
+
+@pytest.mark.parametrize(("place", "threshold"), [("ram", 1500 + 8 * 20), ("disk", 1000 + 8 * 24)])
+def test_a_larger_step_comes_when_it_takes_an_eighth(place: str, threshold: int) -> None:
+    options = [PrefillOption(8, 10, 2), PrefillOption(16, 20, 4)]
+    steps = [stepped(cap, options, place).prefill_step for cap in (threshold - 1, threshold)]
+    assert steps == [8, 16]
+
+
+def test_a_step_that_would_cost_a_slot_waits_until_it_does_not() -> None:
+    # An eighth from 2700 on. The small step has eleven slots there, the large one from 2750 on.
+    options = [PrefillOption(8, 10), PrefillOption(16, 150)]
+    plans = [stepped(cap, options) for cap in (2699, 2700, 2749, 2750)]
+    found = [(plan.prefill_step, plan.total_slots) for plan in plans]
+    assert found == [(8, 11), (8, 11), (8, 11), (16, 11)]
+
+
+def test_of_steps_that_cost_alike_even_the_smallest_cap_takes_the_larger() -> None:
+    options = [PrefillOption(8, 10), PrefillOption(16, 10)]
+    assert [stepped(cap, options).prefill_step for cap in (1609, 1610)] == [8, 16]
+
+
+def test_a_cap_for_the_load_peak_alone_has_slots_for_the_rest_of_it() -> None:
+    plan = make_plan(request(cap_nbytes=300 * MIB, load_peak_nbytes=300 * MIB))
+    assert plan.cap_nbytes == plan.min_cap_nbytes
+    assert plan.unused_nbytes < plan.slot_nbytes
+    # A smallest plan that takes what opening takes is short for what it is made of.
+    text = make_plan(request(cap_nbytes=MIB, load_peak_nbytes=plan_at(request(), 1).total_nbytes))
+    assert "opening briefly" not in text.refusal()
+
+
+def test_a_table_no_larger_than_the_rows_it_would_need_stays_in_memory() -> None:
+    for rows, place in ((99, "disk"), (100, "ram"), (101, "ram")):
+        asked = request(embedding_nbytes=100, options=[PrefillOption(8, 8, rows)])
+        assert make_plan(asked).embedding == place
+
+
+def test_two_plans_are_equal_whatever_surrounds_them() -> None:
+    free = Surroundings(free_nbytes=200 * MIB)
+    assert make_plan(request(around=free)) == make_plan(request())
+
+
+def test_a_third_of_the_slots_is_staging_until_it_holds_a_layer() -> None:
+    for slots, staging in ((4, 1), (30, 10), (95, 31), (96, 32), (200, 32)):
+        plan = make_plan(request(max_slots=slots, cap_nbytes=400 * MIB))
+        assert (plan.total_slots, plan.staging_slots) == (slots, staging)

@@ -8,6 +8,7 @@ import os
 import random
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,17 @@ def test_only_what_is_off_its_alignment_is_bounced() -> None:
     assert sorted(copy.nbytes for copy in copies) == [100, PAGE]
 
 
+def test_nothing_is_read_into_memory_that_takes_no_direct_reads() -> None:
+    pools = Pools([(0, 2 * PAGE), (2 * PAGE, PAGE)])
+    scatter = Scatter([replace(part, direct=False) for part in pools.parts], 3 * PAGE)
+    (views,), copies = scatter.places([3])
+    assert scatter.bounce_nbytes == 3 * PAGE
+    assert [len(view) for view in views] == [3 * PAGE]
+    assert [(copy.target, copy.nbytes) for copy in copies] == [
+        (part.base + 3 * part.stride, part.nbytes) for part in pools.parts
+    ]
+
+
 def test_short_reads_go_on_where_they_ended(tmp_path: Path) -> None:
     pools = Pools([(0, PAGE), (PAGE, 100)])
     record = random.Random(1).randbytes(2 * PAGE)
@@ -132,67 +144,7 @@ def test_short_reads_go_on_where_they_ended(tmp_path: Path) -> None:
     assert pools.read(2, len(record)) == padded(record, pools.parts)
 
 
-def test_a_scattered_read_that_was_not_all_there_is_repeated(tmp_path: Path) -> None:
-    pools = Pools([(0, PAGE), (PAGE, 100)])
-    record = random.Random(2).randbytes(2 * PAGE)
-    path = tmp_path / "record"
-    path.write_bytes(record)
-    calls = []
-
-    def late(fd: int, views: list[memoryview], offset: int) -> int:
-        got = os.preadv(fd, views, offset)
-        calls.append(offset)
-        if len(calls) == 1:
-            views[-1][50:60] = bytes(10)
-        return got
-
-    fd = os.open(path, os.O_RDONLY)
-    pool = PythonReadPool(1, read=late, scatter=Scatter(pools.parts, len(record)))
-    ticket = pool.submit(fd, 0, len(record), 1, True, zlib.crc32(record))
-    pool.wait(ticket)
-    assert pool.damaged(ticket) == []
-    assert pool.result(ticket) == len(record)
-    pool.close()
-    os.close(fd)
-    assert len(calls) == 2
-    assert pools.read(1, len(record)) == padded(record, pools.parts)
-
-
-def test_bytes_that_come_late_are_looked_at_again_and_not_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pools = Pools([(0, PAGE), (PAGE, 100)])
-    record = random.Random(4).randbytes(2 * PAGE)
-    path = tmp_path / "record"
-    path.write_bytes(record)
-    calls, late = [], list[tuple[memoryview, bytes]]()
-
-    def read(fd: int, views: list[memoryview], offset: int) -> int:
-        got = os.preadv(fd, views, offset)
-        calls.append(offset)
-        late.append((views[-1], bytes(views[-1])))
-        views[-1][50:60] = bytes(10)
-        return got
-
-    def crc32(views: list[memoryview]) -> int:
-        found = zlib.crc32(b"".join(views))
-        for view, content in late:
-            view[:] = content
-        return found
-
-    monkeypatch.setattr("aegis.tiers.read_pool._crc32", crc32)
-    fd = os.open(path, os.O_RDONLY)
-    pool = PythonReadPool(1, read=read, scatter=Scatter(pools.parts, len(record)))
-    ticket = pool.submit(fd, 0, len(record), 1, True, zlib.crc32(record))
-    pool.wait(ticket)
-    assert pool.damaged(ticket) == []
-    pool.close()
-    os.close(fd)
-    assert len(calls) == 1
-    assert pools.read(1, len(record)) == padded(record, pools.parts)
-
-
-def test_a_record_that_is_damaged_stays_so_however_often_it_is_read(tmp_path: Path) -> None:
+def test_a_record_that_is_damaged_is_told_and_read_once(tmp_path: Path) -> None:
     pools = Pools([(0, PAGE), (PAGE, 100)])
     record = random.Random(3).randbytes(2 * PAGE)
     path = tmp_path / "record"
@@ -210,7 +162,7 @@ def test_a_record_that_is_damaged_stays_so_however_often_it_is_read(tmp_path: Pa
     assert pool.damaged(ticket) == [0]
     pool.close()
     os.close(fd)
-    assert len(calls) == 3
+    assert len(calls) == 1
 
 
 def tiers_of(
@@ -291,6 +243,41 @@ def test_the_table_of_a_layer_is_there_when_all_its_experts_are(tmp_path: Path) 
         tiers.recover()
         resident = [sum(key // 3 == layer for key in tiers.slots.slot_of) for layer in range(2)]
         assert [tiers.table(layer) is not None for layer in range(2)] == [n == 3 for n in resident]
+        tiers.files.close()
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[str, int, list[int]]:
+    """Something that makes experts come, go or move."""
+    kind = draw(st.sampled_from(["use", "use", "use", "release", "recover"]))
+    experts = draw(st.lists(st.integers(0, 2), min_size=1, max_size=2, unique=True))
+    return kind, draw(st.integers(0, 1)), sorted(experts)
+
+
+@given(st.lists(steps(), min_size=1, max_size=25), st.integers(4, EXPERTS))
+def test_a_table_says_where_the_experts_lie_whatever_came_and_went(
+    tmp_path_factory: pytest.TempPathFactory, plan: list[tuple[str, int, list[int]]], slots: int
+) -> None:
+    pools, stride = Pools([(0, 2 * PAGE)]), 2 * PAGE
+    folder = tmp_path_factory.mktemp("tables")
+    with tiers_of(folder, pools, stride, lambda: None, slots) as tiers:
+        for kind, layer, experts in plan:
+            if kind == "use":
+                use(tiers, layer, experts)
+            elif kind == "release":
+                tiers.release_slots(1)
+            else:
+                tiers.recover()
+            for at in range(2):
+                where = {e: tiers.slots.slot_of.get(3 * at + e) for e in range(3)}
+                table = tiers.table(at)
+                if None in where.values():
+                    assert table is None
+                else:
+                    assert table is not None
+                    assert dict(enumerate(table.tolist())) == where
+                    for expert, slot in enumerate(table.tolist()):
+                        assert pools.read(slot, stride) == record_of(at, expert, stride)
         tiers.files.close()
 
 

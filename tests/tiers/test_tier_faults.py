@@ -187,6 +187,36 @@ def test_a_read_ahead_that_fails_costs_a_read_and_no_token(
     memory.arena.close()
 
 
+def test_having_been_needed_early_once_excuses_no_later_read(
+    stores: dict[int, ExpertFiles],
+) -> None:
+    begun, go = threading.Event(), threading.Event()
+    failing: list[bool] = []
+
+    def read(fd: int, views: list[memoryview], offset: int) -> int:
+        begun.set()
+        go.wait()
+        if failing and failing.pop():
+            raise OSError(errno.EIO, "")
+        return os.preadv(fd, views, offset)
+
+    memory, pool = SlotReader(4), PythonReadPool(1, read=read)
+    tiers = open_tiers(stores[12], memory, Setup(12, 2, 4, 2, "lfu", "cross-layer", 1, 0), pool)
+    assert tiers.guess(1, [5]) == 1
+    begun.wait()
+    for layer, experts in ((1, [5]), (0, [0, 1, 2, 3])):
+        with tiers.acquire(layer, experts) as acquisition:
+            go.set()
+            while not acquisition.complete:
+                memory.check(layer, acquisition.wait())
+    failing.append(True)
+    with tiers.acquire(1, [5]) as acquisition, pytest.raises(ReadError):
+        acquisition.wait()
+    tiers.close()
+    pool.close()
+    memory.arena.close()
+
+
 def test_an_interrupted_wait_leaves_everything_usable(stores: dict[int, ExpertFiles]) -> None:
     gate = threading.Event()
 
