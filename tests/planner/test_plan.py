@@ -199,7 +199,9 @@ def test_json_carries_what_a_script_needs() -> None:
     assert data["min_cap_nbytes"] == plan.min_cap_nbytes
 
 
-def stepped(cap: int, options: list[PrefillOption], place: str = "ram") -> MemoryPlan:
+def stepped(
+    cap: int, options: list[PrefillOption], place: str = "ram", chosen: int = 1
+) -> MemoryPlan:
     """1000 bytes of runtime, a table of 500, and slots of 100."""
     return make_plan(
         request(
@@ -211,7 +213,7 @@ def stepped(cap: int, options: list[PrefillOption], place: str = "ram") -> Memor
             kv_nbytes=0,
             options=options,
             slot_nbytes=100,
-            num_experts_per_tok=1,
+            num_experts_per_tok=chosen,
         )
     )
 
@@ -229,6 +231,14 @@ def test_a_step_that_would_cost_a_slot_waits_until_it_does_not() -> None:
     plans = [stepped(cap, options) for cap in (2699, 2700, 2749, 2750)]
     found = [(plan.prefill_step, plan.total_slots) for plan in plans]
     assert found == [(8, 11), (8, 11), (8, 11), (16, 11)]
+
+
+def test_the_larger_step_comes_as_soon_as_it_fits_if_that_is_later() -> None:
+    # Its eighth is there from 2700 on, the smallest plan from 2710 on, it itself from 2850 on.
+    options = [PrefillOption(8, 10), PrefillOption(16, 150)]
+    plans = [stepped(cap, options, chosen=12) for cap in (2709, 2710, 2849, 2850)]
+    found = [(plan.feasible, plan.prefill_step, plan.total_slots) for plan in plans]
+    assert found == [(False, 8, 12), (True, 8, 12), (True, 8, 12), (True, 16, 12)]
 
 
 def test_of_steps_that_cost_alike_even_the_smallest_cap_takes_the_larger() -> None:
