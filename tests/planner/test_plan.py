@@ -251,8 +251,8 @@ def test_a_cap_for_the_load_peak_alone_has_slots_for_the_rest_of_it() -> None:
     assert plan.cap_nbytes == plan.min_cap_nbytes
     assert plan.unused_nbytes < plan.slot_nbytes
     # A smallest plan that takes what opening takes is short for what it is made of.
-    text = make_plan(request(cap_nbytes=MIB, load_peak_nbytes=plan_at(request(), 1).total_nbytes))
-    assert "opening briefly" not in text.refusal()
+    short = request(cap_nbytes=MIB, load_peak_nbytes=plan_at(request(), 1).total_nbytes)
+    assert "opening briefly" not in make_plan(short).refusal()
 
 
 def test_a_table_no_larger_than_the_rows_it_would_need_stays_in_memory() -> None:
