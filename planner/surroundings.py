@@ -28,8 +28,8 @@ class Surroundings:
 
     def excess(self, nbytes: int) -> str:
         """By how much a plan is too large, for people."""
-        over = nbytes - (self.ceiling_nbytes or 0)
-        return f"{format_size(over)} above {self.ceiling}"
+        assert self.ceiling_nbytes is not None
+        return f"{format_size(nbytes - self.ceiling_nbytes)} above {self.ceiling}"
 
     def refusal(self, nbytes: int, min_cap_nbytes: int) -> str:
         """One sentence about a plan that is too large, with what to do."""

@@ -27,7 +27,9 @@ SKIPPED = 32
 SPLIT_SLOTS = (None, 240, 60, 8)
 SPLIT_TOKENS, PREFILL_TOKENS = (128, 16), (768, 64)
 """In earnest, and to try the script."""
-SHORT_ROUNDS, WARM_SHORT_ROUNDS = (28, 8), 4
+SHORT_ROUNDS, WARM_SHORT_ROUNDS = (20, 8), 4
+FEW_LAYERS = 32
+"""Models of fewer layers have so many times more rounds: a layer is found from a difference."""
 SHORT_TOKENS, SHORT_SKIPPED = 32, 8
 """Of a short round: other programs on the machine disturb all that it compares, or nothing."""
 GROUP = 8
@@ -300,5 +302,6 @@ def layers(models: Sequence[Path | None], small: bool) -> None:
         name = "embedded" if path is None else "random checkpoint"
         with Engine.open(path, cap=CAP, backend="mlx", context=1024) as engine:
             heat(engine)
-            rounds = short_rounds(engine, SHORT_ROUNDS[small])
+            few = max(1, FEW_LAYERS // len(engine._opened.decoder.layers))
+            rounds = short_rounds(engine, SHORT_ROUNDS[small] * few)
             compare_layer(name, engine, rounds)

@@ -25,8 +25,7 @@ GIB = 1 << 30
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Path:
     """A GPU of 8 GiB, as far as planning can tell."""
-    monkeypatch.setattr(planning, "device_of", lambda _: "cuda")
-    monkeypatch.setattr(planning, "choose_backend", lambda _: "mlx")
+    monkeypatch.setattr(probe, "installed_device", lambda: "cuda")
     monkeypatch.setattr(probe, "gpu_memory", lambda: probe.GpuMemory(8 * GIB, 7 * GIB))
     return Path()
 

@@ -32,7 +32,10 @@ pytestmark = [needs_mlx, pytest.mark.usefixtures("quick_open")]
 GOLDENS = Path(__file__).parents[1] / "goldens"
 NEW_TOKENS = 4
 TOP_K, EXPERTS = SMALL.num_experts_per_tok, SMALL.num_experts
-EVERYTHING = Way(options={"guess": "none"})
+BESIDE = 4 << 30 if ON_GPU else 0
+"""What the driver and its libraries take as they are first used would not fit into a cap that this
+process is above with the tests' own memory."""
+EVERYTHING = Way(odd_nbytes=BESIDE, options={"guess": "none"})
 FEW = settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow])
 
 needs_cpu = pytest.mark.skipif(ON_GPU, reason="a GPU computes all goldens, in test_goldens.py")
@@ -82,13 +85,9 @@ def mlx_ways(draw: st.DrawFn) -> Way:
     dropped = ("prefill_step", "embedding", "threads")
     options = {name: value for name, value in way.options.items() if name not in dropped}
     before = tuple(step for step in way.before if step in ("other", "score"))
-    beside = 0
-    if ON_GPU:
-        # What the driver and its libraries take as they are first used would not fit into a cap
-        # that this process is above with the tests' own memory: slots are limited by number.
+    if ON_GPU:  # There caps are too large to limit slots.
         options["max_slots"] = draw(st.integers(TOP_K, SMALL.num_hidden_layers * EXPERTS))
-        beside = 1 << 30
-    return replace(way, options=options, before=before, odd_nbytes=way.odd_nbytes + beside)
+    return replace(way, options=options, before=before, odd_nbytes=way.odd_nbytes + BESIDE)
 
 
 def run(path: Path, top_k: int, way: Way, ids: list[int], **fixed: Any) -> Result:

@@ -67,6 +67,7 @@ def test_each_side_is_under_its_own_cap(
         assert plan.unused_device_nbytes == device_cap - device >= 0
     else:
         assert plan.refusal().count("does not fit") == (cap < 70 * MIB) + (device_cap < 154 * MIB)
+    assert any("device cap" in line for line in explain_plan(plan))
 
 
 @given(SIZES, st.none() | st.integers(154 * MIB, 900 * MIB))
@@ -160,9 +161,8 @@ def test_the_plan_is_a_table_with_each_side_and_its_cap() -> None:
         "on the device     154 MiB",
         "device cap        100 MiB  54 MiB short of the smallest that opens",
     ]
-    assert explain_plan(plan_request(request(400 * MIB)))[-1].startswith(
-        "cap               400 MiB"
-    )
+    together = explain_plan(plan_request(request(400 * MIB)))[-1]
+    assert together == "cap               400 MiB  0 B unused"
 
 
 def test_the_plan_as_json_says_what_the_device_holds() -> None:

@@ -199,7 +199,9 @@ def test_json_carries_what_a_script_needs() -> None:
     assert data["min_cap_nbytes"] == plan.min_cap_nbytes
 
 
-def stepped(cap: int, options: list[PrefillOption], place: str = "ram") -> MemoryPlan:
+def stepped(
+    cap: int, options: list[PrefillOption], place: str = "ram", chosen: int = 1
+) -> MemoryPlan:
     """1000 bytes of runtime, a table of 500, and slots of 100."""
     return make_plan(
         request(
@@ -211,7 +213,7 @@ def stepped(cap: int, options: list[PrefillOption], place: str = "ram") -> Memor
             kv_nbytes=0,
             options=options,
             slot_nbytes=100,
-            num_experts_per_tok=1,
+            num_experts_per_tok=chosen,
         )
     )
 
@@ -231,6 +233,14 @@ def test_a_step_that_would_cost_a_slot_waits_until_it_does_not() -> None:
     assert found == [(8, 11), (8, 11), (8, 11), (16, 11)]
 
 
+def test_the_larger_step_comes_as_soon_as_it_fits_if_that_is_later() -> None:
+    # Its eighth is there from 2700 on, the smallest plan from 2710 on, it itself from 2850 on.
+    options = [PrefillOption(8, 10), PrefillOption(16, 150)]
+    plans = [stepped(cap, options, chosen=12) for cap in (2709, 2710, 2849, 2850)]
+    found = [(plan.feasible, plan.prefill_step, plan.total_slots) for plan in plans]
+    assert found == [(False, 8, 12), (True, 8, 12), (True, 8, 12), (True, 16, 12)]
+
+
 def test_of_steps_that_cost_alike_even_the_smallest_cap_takes_the_larger() -> None:
     options = [PrefillOption(8, 10), PrefillOption(16, 10)]
     assert [stepped(cap, options).prefill_step for cap in (1609, 1610)] == [8, 16]
@@ -241,8 +251,8 @@ def test_a_cap_for_the_load_peak_alone_has_slots_for_the_rest_of_it() -> None:
     assert plan.cap_nbytes == plan.min_cap_nbytes
     assert plan.unused_nbytes < plan.slot_nbytes
     # A smallest plan that takes what opening takes is short for what it is made of.
-    text = make_plan(request(cap_nbytes=MIB, load_peak_nbytes=plan_at(request(), 1).total_nbytes))
-    assert "opening briefly" not in text.refusal()
+    short = request(cap_nbytes=MIB, load_peak_nbytes=plan_at(request(), 1).total_nbytes)
+    assert "opening briefly" not in make_plan(short).refusal()
 
 
 def test_a_table_no_larger_than_the_rows_it_would_need_stays_in_memory() -> None:

@@ -70,6 +70,11 @@ def test_a_refusal_names_the_container_and_what_to_do() -> None:
     assert "200 MiB above this container's memory" in explain_plan(plan)[-1]
 
 
+def test_a_plan_may_take_all_that_there_is_and_not_a_byte_more() -> None:
+    assert make_plan(request(500, ceiling_nbytes=500 * MIB)).feasible
+    assert not make_plan(request(500, ceiling_nbytes=500 * MIB - 1)).feasible
+
+
 def test_where_no_cap_would_open_the_refusal_does_not_suggest_one() -> None:
     refusal = make_plan(request(500, ceiling_nbytes=80 * MIB)).refusal()
     assert f"even the smallest cap that opens, {114 * MIB}B, is above it" in refusal

@@ -24,6 +24,7 @@ GIB = 1 << 30
         ("6MB", 6_000_000),
         ("8TB", 8 * 10**12),
         ("1B", 1),
+        ("9223372036854775808B", 1 << 63),
     ],
 )
 def test_sizes_with_a_unit_are_read(text: str, nbytes: int) -> None:
@@ -51,6 +52,11 @@ def test_other_sizes_are_refused_with_a_hint(text: str, hint: str) -> None:
         parse_size(text)
 
 
+def test_what_is_not_a_size_is_shown_up_to_sixty_characters() -> None:
+    with pytest.raises(ValueError, match=f"^'{'x' * 60}' is not a size"):
+        parse_size("x" * 61)
+
+
 @given(st.integers(1, 1 << 62))
 def test_any_count_of_bytes_is_read_back(nbytes: int) -> None:
     assert parse_size(f"{nbytes}B") == nbytes
@@ -68,7 +74,14 @@ def test_a_least_size_is_enough_as_it_is_written(nbytes: int) -> None:
 
 @pytest.mark.parametrize(
     ("nbytes", "text"),
-    [(4 * GIB, "4 GiB"), (313344576, "298.9 MiB"), (1023 << 20, "1023 MiB"), (GIB - 1, "1 GiB")],
+    [
+        (4 * GIB, "4 GiB"),
+        (313344576, "298.9 MiB"),
+        (1023 << 20, "1023 MiB"),
+        (GIB - 1, "1 GiB"),
+        (1 << 40, "1 TiB"),
+        (3 << 50, "3072 TiB"),
+    ],
 )
 def test_least_sizes_are_rounded_up(nbytes: int, text: str) -> None:
     assert format_least(nbytes) == text
@@ -81,6 +94,7 @@ def test_least_sizes_are_rounded_up(nbytes: int, text: str) -> None:
         (1023, "1023 B"),
         (4 * GIB, "4 GiB"),
         ((1 << 20) - 1, "1 MiB"),
+        (1048530, "1 MiB"),
         (1536, "1.5 KiB"),
         (-1536, "-1.5 KiB"),
         (1 << 40, "1 TiB"),
