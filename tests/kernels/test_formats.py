@@ -192,11 +192,11 @@ def test_dequantised_values_are_those_of_mlx(dtype: Any, size: int, bits: int) -
     mx = pytest.importorskip("mlx.core", reason="MLX, to compare with, is missing")
     rng = np.random.default_rng(bits)
     fmt = Format("affine", dtype, bits, size)
-    codes = rng.integers(0, 1 << bits, (19, 3 * size), dtype=np.uint8)
+    codes = rng.integers(0, 1 << bits, (19, 4 * size), dtype=np.uint8)
     # Scales and biases that are whole multiples of a step, so that no sum is rounded: MLX rounds
     # to the scales' type, and its product before its sum.
-    scales = rng.integers(-7, 8, (19, 3)).astype(np.float32) / 64
-    biases = rng.integers(-3, 4, (19, 3)).astype(np.float32) / 64
+    scales = rng.integers(-7, 8, (19, 4)).astype(np.float32) / 64
+    biases = rng.integers(-3, 4, (19, 4)).astype(np.float32) / 64
     if bits > 5:
         scales, biases = np.sign(scales) / 64, np.zeros_like(biases)
     arrays = MlxArrays(
@@ -209,7 +209,7 @@ def test_dequantised_values_are_those_of_mlx(dtype: Any, size: int, bits: int) -
     theirs = mx.dequantize(mx.array(arrays.weight), *params, group_size=size, bits=bits)
     for layout in ("il16", "row"):
         data = formats.pack(arrays, fmt, layout)
-        ours = formats.dequantize(Weight((19, 3 * size), fmt, layout, data))
+        ours = formats.dequantize(Weight((19, 4 * size), fmt, layout, data))
         assert np.array_equal(ours, np.array(theirs.astype(mx.float32)))
 
 

@@ -99,7 +99,9 @@ def pieces(block: NativeExperts, x: Any, routing: Routing, slots: Slots, rng: An
 @pytest.mark.parametrize("shared", ["gated", "ungated", "none"])
 @pytest.mark.parametrize("rows", [1, 5, 70])
 @pytest.mark.parametrize("multiplier", [1.0, 0.22])
-@pytest.mark.parametrize(("bits", "group_size"), [((4, 3, 8), 64), ((2, 5, 6), 32), ((6, 2, 5), 128)])
+@pytest.mark.parametrize(
+    ("bits", "group_size"), [((4, 3, 8), 64), ((2, 5, 6), 32), ((6, 2, 5), 128)]
+)
 def test_agrees_with_float64(
     shared: str, rows: int, multiplier: float, bits: tuple[int, int, int], group_size: int
 ) -> None:

@@ -218,9 +218,8 @@ AEGIS_INLINE void tile(const TileArgs& args, Panel& panel, int t0, int64_t g) {
 // The codes of 64 inputs of a row block, from group g on, into part n of the panel: values where the
 // scales do not fold into sums.
 template <class W, int G>
-AEGIS_INLINE void unpack_group(const W& policy, const LinearDesc& w, const uint8_t* row_block,
+AEGIS_INLINE void unpack_group(const W& policy, const Blocks<W, G>& shape, const uint8_t* row_block,
                                int64_t g, Panel& panel, int n) {
-  const Blocks<W, G> shape(w);
   const uint8_t* params = row_block + g * kGroup / G * shape.nbytes;
   const uint8_t* words = params + 2 * shape.param_nbytes;
   if (G == 128 && g % 2) words += shape.words_step();
@@ -236,19 +235,19 @@ AEGIS_INLINE void unpack_group(const W& policy, const LinearDesc& w, const uint8
     store(codes + k * kLanes, ca.v[0]);
     store(codes + (k + 32) * kLanes, cb.v[0]);
   });
-  panel.scale[n] = kFolds<W, G> ? load_number(params, w.dtype) : zero();
-  panel.bias[n] = kFolds<W, G> ? load_number(params + shape.param_nbytes, w.dtype) : zero();
+  panel.scale[n] = kFolds<W, G> ? load_number(params, shape.dtype) : zero();
+  panel.bias[n] = kFolds<W, G> ? load_number(params + shape.param_nbytes, shape.dtype) : zero();
 }
 
 // unpack(row block, group, panel, part of it) for NB row blocks from rb on.
 template <bool Folds, int NB, class Unpack>
 AEGIS_INLINE void tiled_blocks(const TileArgs& args, int64_t rb, Panel& panel, const Unpack& unpack) {
-  const LinearDesc& w = *args.w;
-  const int64_t groups = w.groups();
+  const int64_t groups = args.w->groups(), row_block_nbytes = args.w->row_block_nbytes();
+  const uint8_t* row_block = args.w->data + rb * row_block_nbytes;
   for (int t = 0; t < args.tokens; ++t)
     for (int n = 0; n < NB; ++n) store(panel.totals[t][n], zero());
   for (int64_t g = 0; g < groups; ++g) {
-    for (int n = 0; n < NB; ++n) unpack(w.data + (rb + n) * w.row_block_nbytes(), g, panel, n);
+    for (int n = 0; n < NB; ++n) unpack(row_block + n * row_block_nbytes, g, panel, n);
     int t = 0;
     for (; t + kTileTokens <= args.tokens; t += kTileTokens)
       tile<Folds, kTileTokens, NB>(args, panel, t, g);
@@ -279,8 +278,9 @@ static void linear_of(const TileArgs& args) {
   if (kDirectTokens >= 3 && args.tokens == 3) return direct<W, 64, 3>(args);
   if (kDirectTokens >= 4 && args.tokens == 4) return direct<W, 64, 4>(args);
   const W policy;
-  tiled<W::affine>(args, [&](const uint8_t* row_block, int64_t g, Panel& panel, int n) AEGIS_LAMBDA {
-    unpack_group<W, 64>(policy, *args.w, row_block, g, panel, n);
+  const Blocks<W, 64> shape(*args.w);
+  tiled<W::affine>(args, [=](const uint8_t* row_block, int64_t g, Panel& panel, int n) AEGIS_LAMBDA {
+    unpack_group<W, 64>(policy, shape, row_block, g, panel, n);
   });
 }
 
@@ -296,7 +296,7 @@ static void shared_tiles(const TileArgs& args, Unpack unpack) {
 
 template <class W, int G>
 static void unpack_of(const LinearDesc& w, const uint8_t* row_block, int64_t g, Panel& panel, int n) {
-  unpack_group<W, G>(W(), w, row_block, g, panel, n);
+  unpack_group<W, G>(W(), Blocks<W, G>(w), row_block, g, panel, n);
 }
 
 // W shifts codes into place, M uses them in it.
