@@ -21,6 +21,7 @@ from aegis.checkpoint.source import Checkpoint
 from aegis.checkpoint.store import Store
 from aegis.convert.layout import resolve_checkpoint
 from aegis.convert.names import SourceWeight
+from aegis.convert.verify import verify
 from aegis.kernels.base import Weight
 from aegis.kernels.formats import MlxArrays, dequantize, dequantize_mlx, raw_dtype
 
@@ -48,7 +49,8 @@ def raw_tensors(path: Path) -> dict[str, tuple[str, NDArray[Any]]]:
     tensors = {}
     for name, info in Checkpoint.open(path).tensors.items():
         data = np.fromfile(info.path, np.uint8, info.nbytes, offset=info.offset)
-        raw = data.view(np.uint32 if info.dtype in ("U32", "F32") else np.uint16)
+        size = info.nbytes // max(1, int(np.prod(info.shape)))
+        raw = data.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[size])
         tensors[name] = (info.dtype, raw.reshape(info.shape))
     return tensors
 
@@ -62,6 +64,19 @@ def rewrite(source: Path, folder: Path, tensors: dict[str, Any], **config: Any) 
     old = json.loads((source / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(old | config))
     return folder
+
+
+def check_same_store(first: Store, second: Store) -> None:
+    """Fail unless both have the same tensors, byte for byte, and what they say of them is true."""
+    assert first.layout == second.layout
+    files = [
+        {p.relative_to(s.path): p.read_bytes() for p in sorted(s.path.rglob("*.bin"))}
+        for s in (first, second)
+    ]
+    assert files[0].keys() == files[1].keys()
+    for name, data in files[0].items():
+        assert data == files[1][name], name
+    assert verify(first).ok
 
 
 def checkpoint_values(path: Path) -> tuple[dict[str, F32], dict[tuple[int, int, str], F32]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from stores import raw_tensors, resident_values, rewrite
+from stores import check_same_store, raw_tensors, resident_values, rewrite
 from strategies import write_checkpoint
 
 from aegis.checkpoint.config import QuantSpec
@@ -18,7 +18,6 @@ from aegis.checkpoint.layout import ExpertBits
 from aegis.checkpoint.store import Store
 from aegis.convert import source_data
 from aegis.convert.convert import convert
-from aegis.convert.verify import verify
 from aegis.errors import CheckpointError, StoreError, UsageError
 from aegis.kernels import formats
 from aegis.kernels.base import Format, Layout
@@ -67,18 +66,6 @@ def in_mlx_format(mx: Any, source: Path, folder: Path, bits: int, group_size: in
         out[f"{module}.biases"] = (dtype, np.array(biases.view(numbers)))
     entry = {"group_size": group_size, "bits": bits, "mode": "affine"}
     return rewrite(source, folder, out, quantization=entry, quantization_config=entry)
-
-
-def check_same_store(first: Store, second: Store) -> None:
-    assert first.layout == second.layout
-    files = [
-        {p.relative_to(s.path): p.read_bytes() for p in sorted(s.path.rglob("*.bin"))}
-        for s in (first, second)
-    ]
-    assert files[0].keys() == files[1].keys()
-    for name, data in files[0].items():
-        assert data == files[1][name], name
-    assert verify(first).ok
 
 
 @pytest.mark.parametrize("layout", ["il16", "row"])
