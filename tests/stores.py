@@ -7,6 +7,8 @@ import json
 import mmap
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,6 +79,33 @@ def check_same_store(first: Store, second: Store) -> None:
     for name, data in files[0].items():
         assert data == files[1][name], name
     assert verify(first).ok
+
+
+PEAK = """
+import sys
+from pathlib import Path
+from aegis.checkpoint.config import QuantSpec
+from aegis.convert.convert import convert
+def status(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+small, source, folder, layout = sys.argv[1:]
+options = {"layout": layout, "experts3bit": True, "quantize": QuantSpec(4, 64)}
+convert(small, folder + "/small", **options)
+Path("/proc/self/clear_refs").write_text("5")
+before = status("VmRSS")
+convert(source, folder + "/big", **options)
+print(status("VmHWM") - before, status("VmHWM"))
+"""
+
+
+def memory_of_conversion(small: Path, big: Path, folder: Path, layout: str) -> tuple[int, int]:
+    """Bytes that a process grows by at most while it quantises ``big``, once it has converted
+    ``small``; and its peak."""
+    command = [sys.executable, "-c", PEAK, str(small), str(big), str(folder), layout]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder)
+    grown, peak = map(int, done.stdout.split())
+    return grown, peak
 
 
 def checkpoint_values(path: Path) -> tuple[dict[str, F32], dict[tuple[int, int, str], F32]]:

@@ -225,9 +225,7 @@ def _read_numbers(
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
-def _read_rows(
-    streams: Streams, role: str, weight: SourceWeight, index: int, rows: range
-) -> Raw:
+def _read_rows(streams: Streams, role: str, weight: SourceWeight, index: int, rows: range) -> Raw:
     """Neighbouring rows of one of a weight's tensors as [rows, items]; those in FP8 as numbers."""
     tensor, row_nbytes = weight.tensors[index], weight.row_nbytes(index)
     start, size = tensor.offset + rows.start * row_nbytes, len(rows) * row_nbytes

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from stores import check_same_store, raw_tensors, rewrite
+from stores import check_same_store, memory_of_conversion, raw_tensors, rewrite
 from strategies import write_checkpoint
 
 from aegis.checkpoint.config import QuantSpec
@@ -214,3 +215,15 @@ def test_codes_that_the_config_does_not_speak_of_are_refused(tmp_path: Path) -> 
     )
     with pytest.raises(CheckpointError, match=r"is in FP8, but config\.json does not say so"):
         convert(silent, tmp_path / "s")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("layout", ["il16", "row"])
+def test_memory_does_not_grow_with_a_matrix(tmp_path: Path, layout: str) -> None:
+    """A projection has 16 MiB of codes, and 64 as float32."""
+    shape = {"hidden_size": 1024, "num_attention_heads": 256, "head_dim": 64}
+    small = in_fp8(model(tmp_path / "m"), tmp_path / "c")
+    big = in_fp8(model(tmp_path / "b", num_hidden_layers=1, **shape), tmp_path / "d")
+    grown, peak = memory_of_conversion(small / "fp8", big / "fp8", tmp_path, layout)
+    assert grown < 24 << 20
+    assert peak < 300 << 20
