@@ -26,7 +26,8 @@ def _values() -> NDArray[np.float32]:
         exponent == 0, np.ldexp(mantissa, -9), np.ldexp(8 + mantissa, exponent - 10)
     )
     magnitude[codes & 127 == 127] = np.nan
-    return np.where(codes >> 7, -magnitude, magnitude).astype(np.float32)
+    values: NDArray[np.float32] = np.where(codes >> 7, -magnitude, magnitude).astype(np.float32)
+    return values
 
 
 VALUES = _values()

@@ -245,8 +245,9 @@ def _block_scales(
     offset = scales.tensor.offset + first * scales.row_nbytes
     tensor, size = scales.tensor, count * scales.row_nbytes
     raw: Raw = streams.read(f"{role}.scales", tensor.path, offset, size)
-    found = to_f32(raw.view(raw_dtype(scales.format)), scales.format).reshape(count, -1)
-    return found[places - first]
+    numbers = to_f32(raw.view(raw_dtype(scales.format)), scales.format)
+    found: NDArray[np.float32] = numbers.reshape(count, -1)[places - first]
+    return found
 
 
 def _refuse_not_finite(raw: Raw, fmt: Format, tensor: TensorInfo, how: str = "") -> None:
