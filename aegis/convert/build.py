@@ -207,8 +207,8 @@ def prepare_parent(destination: Path, hint: str = "choose another destination") 
         raise StoreError(f"{parent} cannot be written ({error.strerror}); {hint}") from error
 
 
-def check_space(folder: Path, needed_nbytes: int, hint: str = ELSEWHERE) -> None:
-    """Refuse a build that the disk has no room for.
+def check_space(folder: Path, needed_nbytes: int, hint: str = ELSEWHERE) -> str:
+    """Refuse a build that the disk has no room for; a sentence about what it takes.
 
     Raises:
         StoreError: with what is needed and what is free.
@@ -221,6 +221,8 @@ def check_space(folder: Path, needed_nbytes: int, hint: str = ELSEWHERE) -> None
             f"{folder} has {free >> 20} MiB free, but the store takes {-(-needed_nbytes >> 20)}"
             f" MiB; make room or {hint}"
         )
+    there = f" of {free >> 20} MiB that are free" if disk.f_blocks else ""
+    return f"the store takes {-(-needed_nbytes >> 20)} MiB{there} in {folder}"
 
 
 @contextlib.contextmanager

@@ -61,6 +61,7 @@ def convert(
     progress: Progress | None = None,
     piece_nbytes: int = PIECE_NBYTES,
     replace_damaged: bool = False,
+    announce: Callable[[str], None] | None = None,
 ) -> Store:
     """Convert a checkpoint folder into a store at ``destination`` and open it.
 
@@ -68,6 +69,8 @@ def convert(
     checkpoint is quantised meanwhile, as ``mlx_lm.convert`` does it; its 3-bit experts then come
     from the numbers themselves, else from the 4-bit codes. ``piece_nbytes``
     bounds each buffer; the whole conversion holds a few of them and two expert records.
+    ``announce`` is told what it takes of the disk before anything is written. What a killed
+    conversion of the same source with the same options finished is not done again.
     ``replace_damaged``: a store at ``destination`` that cannot be opened, or whose checksums
     are not those of its contents, is converted anew.
 
@@ -93,7 +96,10 @@ def convert(
         found = _existing(target, layout, identity, replace_damaged)
         if found is None:
             there = unfinished.finished_nbytes if unfinished else 0
-            check_space(target.parent, job.disk_nbytes - there, hint)
+            needed = check_space(target.parent, job.disk_nbytes - there, hint)
+            if announce:
+                before = f", beside {there >> 20} MiB that are there already" if there else ""
+                announce(needed + before)
             with partial_folder(
                 target, replace_damaged, unfinished and unfinished.folder
             ) as folder:
