@@ -47,7 +47,7 @@ for name in ("pwrite", "fsync", "mkdir", "rename", "replace", "unlink", "open"):
 
 class Writer(fileio.UncachedWriter):
     def __init__(self, path, *rest):
-        print("writes", os.path.join(*path.parts[-2:]) if "experts" in str(path) else path.name)
+        print("writes", f"experts/{path.name}" if path.parent.name == "experts" else path.name)
         super().__init__(path, *rest)
 
 converting.UncachedWriter = three_bit.UncachedWriter = Writer
@@ -122,7 +122,7 @@ def test_a_killed_conversion_goes_on_with_what_was_finished(
 
 def killed(source: Path, target: Path, bits: int = 0) -> Path:
     """The folder of a conversion that was killed when half of its layers were there."""
-    calls = Run(source, target.with_name("counted"), bits=bits).calls
+    calls = Run(source, target.parent.parent / f"counted-{target.name}", bits=bits).calls
     assert Run(source, target, calls * 2 // 3, bits).killed
     [partial] = target.parent.glob(f".{target.name}.partial-*")
     [files] = journals(partial)
