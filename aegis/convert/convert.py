@@ -90,12 +90,12 @@ def convert(
     prepare_parent(target)
     with disk_errors(target.parent, hint), locked(target, job.report_nothing) as alone:
         key = _key(plan, identity, experts3bit)
-        unfinished = unfinished_of(target, key) if alone else None
+        found = _existing(target, layout, identity, replace_damaged)
+        unfinished = unfinished_of(target, key) if alone and found is None else None
         if alone:
             remove_leftovers(target.parent, target, unfinished and unfinished.folder)
-        found = _existing(target, layout, identity, replace_damaged)
         if found is None:
-            there = unfinished.finished_nbytes if unfinished else 0
+            there = unfinished.nbytes if unfinished else 0
             needed = check_space(target.parent, job.disk_nbytes - there, hint)
             if announce:
                 before = f", beside {there >> 20} MiB that are there already" if there else ""

@@ -26,10 +26,9 @@ class Journal:
         self.folder, self._key, self._files = folder, key, files or {}
 
     @property
-    def finished_nbytes(self) -> int:
-        """What need not be written again."""
-        paths = (self.folder / name for name in self._files)
-        return sum(path.stat().st_size for path in paths if path.is_file())
+    def nbytes(self) -> int:
+        """What the folder takes of the disk: unfinished files too, which make room for others."""
+        return sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
 
     def finished(self, path: Path, nbytes: int, count: int) -> tuple[int, ...] | None:
         """The checksums of a file that is finished; None: nothing is left in its place."""
@@ -51,12 +50,12 @@ class Journal:
 
 
 def unfinished_of(destination: Path, key: str) -> Journal | None:
-    """The most finished of the folders that killed builds of a destination with this key left.
+    """The fullest of the folders that killed builds of a destination with this key left.
 
     The caller holds the destination's lock.
     """
     found = [journal for path in partials_of(destination) if (journal := _read(path, key))]
-    return max(found, key=lambda journal: journal.finished_nbytes, default=None)
+    return max(found, key=lambda journal: journal.nbytes, default=None)
 
 
 def _read(folder: Path, key: str) -> Journal | None:

@@ -76,7 +76,7 @@ def write_3bit(
     if alone:
         remove_leftovers(store.path, target, unfinished and unfinished.folder)
     total, layers = layout.experts_nbytes("3bit"), len(layout.moe_layers)
-    check_space(store.path, total - (unfinished.finished_nbytes if unfinished else 0))
+    check_space(store.path, total - (unfinished.nbytes if unfinished else 0))
     checksums: list[tuple[int, ...]] = []
     write = write_layer or partial(_convert_layer, store)
     with partial_folder(target, True, unfinished and unfinished.folder) as folder:
