@@ -27,7 +27,6 @@ from aegis.kernels.sizes import (
     dtype_nbytes,
     nbytes,
     row_parts,
-    stored_format,
 )
 
 __all__ = [
@@ -45,7 +44,6 @@ __all__ = [
     "repack_codes",
     "requantize_3bit",
     "row_parts",
-    "stored_format",
     "to_f32",
     "unpack",
     "unpack_codes",

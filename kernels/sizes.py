@@ -3,7 +3,8 @@
 Two layouts hold the same numbers in the same number of bytes, apart from padding:
 
 ``il16``  blocks of 16 output rows by one group of inputs (64 in a dense weight), ordered [row
-          block][group]; rows are padded to a multiple of 16. A block of an affine weight is 16
+          block][group]; rows are padded to a multiple of 16, and the inputs are a multiple of 64
+          whatever the group, since that is what kernels add up. A block of an affine weight is 16
           scales, 16 biases and then its codes as words of 16 lanes, [word][lane]: a row's words
           are the checkpoint's own, but for 3-bit codes (see formats). A block of a dense weight is
           64 x 16 numbers, [input][lane].
@@ -15,21 +16,18 @@ Vectors are plain numbers in both.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from aegis.kernels.base import Format, Layout
 
 GROUP = 64
-"""Inputs of one il16 block of a dense weight."""
+"""Inputs of one il16 block of a dense weight; all of il16 comes in multiples of it."""
 
 GROUPS = (32, 64, 128)
 """Inputs that may share a scale and a bias."""
 
 LANES = 16
 """Output rows of one il16 block."""
-
-IL16_BITS = (3, 4, 8)
-"""Code widths that conversion stores in il16: those that every backend of it computes with."""
 
 CODE_BITS = (2, 3, 4, 5, 6, 8)
 """Code widths that the checkpoint format knows."""
@@ -67,14 +65,6 @@ def dtype_nbytes(fmt: Format) -> int:
     return _DTYPE_NBYTES[fmt.dtype]
 
 
-def stored_format(fmt: Format, layout: Layout) -> Format:
-    """The format a checkpoint tensor is stored in: il16 widens 2-bit codes to 4 bits and 5- and
-    6-bit codes to 8, which changes no value."""
-    if fmt.kind == "dense" or layout == "row" or fmt.bits in IL16_BITS:
-        return fmt
-    return replace(fmt, bits=min(bits for bits in IL16_BITS if bits > fmt.bits and bits != 3))
-
-
 def check_format(shape: tuple[int, ...], fmt: Format, layout: Layout) -> None:
     """Raise FormatError unless a tensor of this shape and format can be stored in ``layout``."""
     if not shape or any(size <= 0 for size in shape):
@@ -91,6 +81,8 @@ def check_format(shape: tuple[int, ...], fmt: Format, layout: Layout) -> None:
     if len(shape) > 2:
         raise FormatError(f"a stored tensor has 1 or 2 dimensions, not {len(shape)}")
     width = block_inputs(fmt)
+    if layout == "il16":
+        width = max(GROUP, width)
     if len(shape) == 2 and shape[1] % width and (layout == "il16" or fmt.kind == "affine"):
         raise FormatError(f"{shape[1]} input features are not a multiple of {width}")
 

@@ -24,9 +24,9 @@ def aligned(nbytes: int, padding: int = 64) -> Any:
     return raw[start : start + nbytes]
 
 
-def fmt_of(bits: int, dtype: Any = "bf16") -> Format:
+def fmt_of(bits: int, dtype: Any = "bf16", group_size: int = 64) -> Format:
     """Affine of ``bits``, or dense for 0."""
-    return Format("affine", dtype, bits, 64) if bits else Format("dense", dtype)
+    return Format("affine", dtype, bits, group_size) if bits else Format("dense", dtype)
 
 
 def random_arrays(
@@ -37,8 +37,8 @@ def random_arrays(
     if fmt.kind == "dense":
         return formats.MlxArrays(formats.from_f32(normal(rng, rows, cols) * np.float32(0.05), fmt))
     codes = rng.integers(0, top or 1 << fmt.bits, shape, dtype=np.uint8)
-    scales = normal(rng, rows, cols // 64) * np.float32(0.1 / (1 << fmt.bits))
-    biases = normal(rng, rows, cols // 64) * np.float32(0.05)
+    scales = normal(rng, rows, cols // fmt.group_size) * np.float32(0.1 / (1 << fmt.bits))
+    biases = normal(rng, rows, cols // fmt.group_size) * np.float32(0.05)
     return formats.MlxArrays(
         formats.pack_codes(codes, fmt.bits),
         formats.from_f32(scales, fmt),
@@ -108,14 +108,21 @@ def random_slots(
 
 
 def experts_spec(
-    hidden: int, inner: int, experts: int, choices: int, shared: int, bits: tuple[int, int, int]
+    hidden: int,
+    inner: int,
+    experts: int,
+    choices: int,
+    shared: int,
+    bits: tuple[int, int, int],
+    group_size: int = 64,
 ) -> ExpertsSpec:
     """A spec whose three matrices have ``bits`` each."""
     segments, offset = {}, 0
     for name, width in zip(PROJECTIONS, bits, strict=True):
         shape = (hidden, inner) if name == "down_proj" else (inner, hidden)
-        size = formats.nbytes(shape, fmt_of(width), "il16")
-        segments[name] = Segment(offset, size, shape, fmt_of(width))
+        fmt = fmt_of(width, group_size=group_size)
+        size = formats.nbytes(shape, fmt, "il16")
+        segments[name] = Segment(offset, size, shape, fmt)
         offset = align_up(offset + size, 64)
     return ExpertsSpec(hidden, inner, experts, choices, shared, "il16", segments)
 

@@ -7,6 +7,8 @@ import json
 import mmap
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from aegis.checkpoint.source import Checkpoint
 from aegis.checkpoint.store import Store
 from aegis.convert.layout import resolve_checkpoint
 from aegis.convert.names import SourceWeight
+from aegis.convert.verify import verify
 from aegis.kernels.base import Weight
 from aegis.kernels.formats import MlxArrays, dequantize, dequantize_mlx, raw_dtype
 
@@ -48,7 +51,8 @@ def raw_tensors(path: Path) -> dict[str, tuple[str, NDArray[Any]]]:
     tensors = {}
     for name, info in Checkpoint.open(path).tensors.items():
         data = np.fromfile(info.path, np.uint8, info.nbytes, offset=info.offset)
-        raw = data.view(np.uint32 if info.dtype in ("U32", "F32") else np.uint16)
+        size = info.nbytes // max(1, int(np.prod(info.shape)))
+        raw = data.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[size])
         tensors[name] = (info.dtype, raw.reshape(info.shape))
     return tensors
 
@@ -62,6 +66,46 @@ def rewrite(source: Path, folder: Path, tensors: dict[str, Any], **config: Any) 
     old = json.loads((source / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(old | config))
     return folder
+
+
+def check_same_store(first: Store, second: Store) -> None:
+    """Fail unless both have the same tensors, byte for byte, and what they say of them is true."""
+    assert first.layout == second.layout
+    files = [
+        {p.relative_to(s.path): p.read_bytes() for p in sorted(s.path.rglob("*.bin"))}
+        for s in (first, second)
+    ]
+    assert files[0].keys() == files[1].keys()
+    for name, data in files[0].items():
+        assert data == files[1][name], name
+    assert verify(first).ok
+
+
+PEAK = """
+import sys
+from pathlib import Path
+from aegis.checkpoint.config import QuantSpec
+from aegis.convert.convert import convert
+def status(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+small, source, folder, layout = sys.argv[1:]
+options = {"layout": layout, "experts3bit": True, "quantize": QuantSpec(4, 64)}
+convert(small, folder + "/small", **options)
+Path("/proc/self/clear_refs").write_text("5")
+before = status("VmRSS")
+convert(source, folder + "/big", **options)
+print(status("VmHWM") - before, status("VmHWM"))
+"""
+
+
+def memory_of_conversion(small: Path, big: Path, folder: Path, layout: str) -> tuple[int, int]:
+    """Bytes that a process grows by at most while it quantises ``big``, once it has converted
+    ``small``; and its peak."""
+    command = [sys.executable, "-c", PEAK, str(small), str(big), str(folder), layout]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder)
+    grown, peak = map(int, done.stdout.split())
+    return grown, peak
 
 
 def checkpoint_values(path: Path) -> tuple[dict[str, F32], dict[tuple[int, int, str], F32]]:

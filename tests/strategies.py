@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from aegis.checkpoint.config import ModelConfig
 from aegis.checkpoint.tensor_map import ExpertNames
 from aegis.kernels import formats
+from aegis.kernels.sizes import CODE_BITS
 from aegis.models import family
 
 TOKENIZER = Path(__file__).parent / "goldens" / "qwen2_moe"
@@ -330,7 +331,8 @@ def checkpoint_choices(draw: st.DrawFn, /, **fixed: Any) -> Choices:
         norm_topk_prob=draw(st.booleans()),
         qkv_bias=draw(st.booleans()),
         qk_norm=draw(st.booleans()),
-        bits=draw(st.permutations([3, 4, 8]).flatmap(_prefixes)),
+        bits=draw(st.permutations(CODE_BITS).flatmap(_prefixes)),
+        group_size=draw(st.sampled_from([64, 32])),
         dense_router=draw(st.booleans()),
         separate_experts=draw(st.booleans()),
         fused_experts=draw(st.booleans()),

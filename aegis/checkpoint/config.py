@@ -197,16 +197,32 @@ class ModelConfig:
 
     @property
     def quantization(self) -> Quantization | None:
-        """The checkpoint's quantisation entries, or None for an unquantised one.
+        """The checkpoint's quantisation entries, or None for one without codes of affine groups.
 
         Raises:
             CheckpointError: for a kind of quantisation that cannot be read.
         """
+        key, entry = self._quantization_entry()
+        if entry is None or _is_fp8(entry):
+            return None
+        return _quantization(entry, key, self.where)
+
+    @property
+    def fp8(self) -> frozenset[_Str] | None:
+        """The modules that a checkpoint in block-scaled FP8 has as plain numbers; None: it is no
+        such checkpoint.
+
+        Raises:
+            CheckpointError: for an FP8 of another kind.
+        """
+        key, entry = self._quantization_entry()
+        return _fp8_exceptions(entry, key, self.where) if _is_fp8(entry) else None
+
+    def _quantization_entry(self) -> tuple[_Str, Any]:
         for key in ("quantization", "quantization_config"):
-            entry = self._data.get(key)
-            if entry is not None:
-                return _quantization(entry, key, self.where)
-        return None
+            if (entry := self._data.get(key)) is not None:
+                return key, entry
+        return "", None
 
 
 def _top_string(raw: Mapping[str, Any], key: str, where: str) -> str:
@@ -216,6 +232,36 @@ def _top_string(raw: Mapping[str, Any], key: str, where: str) -> str:
     if not isinstance(value, str):
         raise CheckpointError(f"{where} sets {key} to {shown(value)}; expected a string")
     return value
+
+
+def _is_fp8(entry: Any) -> bool:
+    return isinstance(entry, dict) and entry.get("quant_method") == "fp8"
+
+
+_FP8_WORDS = {
+    "quant_method": ("fp8",),
+    "fmt": ("e4m3", "float8_e4m3fn", None),
+    "weight_block_size": ([128, 128],),
+    "activation_scheme": ("dynamic", None),
+    "scale_fmt": ("float", "ue8m0", None),
+}
+"""What these keys may say. The last two are about activations and about what values scales have."""
+
+
+def _fp8_exceptions(entry: Mapping[str, Any], key: str, where: str) -> frozenset[str]:
+    for word, known in _FP8_WORDS.items():
+        if entry.get(word) not in known:
+            raise CheckpointError(
+                f"{where} sets {key}.{word} to {shown(entry.get(word))}; of FP8 only e4m3 codes"
+                " with a scale for each block of [128, 128] are read"
+            )
+    exceptions = entry.get("modules_to_not_convert") or entry.get("ignored_layers") or []
+    if not isinstance(exceptions, list) or not all(isinstance(name, str) for name in exceptions):
+        raise CheckpointError(
+            f"{where} sets {key}.modules_to_not_convert to {shown(exceptions)}; expected a list of"
+            " names"
+        )
+    return frozenset(exceptions)
 
 
 def _quantization(entry: Any, key: str, where: str) -> Quantization:

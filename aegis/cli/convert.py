@@ -13,6 +13,7 @@ from aegis.cli.plan import model_folder
 from aegis.cli.progress import ProgressBar
 from aegis.cli.report import SCHEMA_VERSION, note_older_stores, print_json
 from aegis.cli.source import resolve_model
+from aegis.cli.streams import tell
 
 if TYPE_CHECKING:
     from aegis.checkpoint.config import QuantSpec
@@ -78,7 +79,8 @@ def command(
 
     layout = layout or _usual_layout()
     bar = ProgressBar("converting", options["quiet"])
-    store = _converted(folder, destination or output, layout, experts == "3bit", wanted, bar)
+    quiet = options["quiet"]
+    store = _converted(folder, destination or output, layout, experts == "3bit", wanted, bar, quiet)
     if not (destination or output or is_store(folder) or options["quiet"]):
         note_older_stores(folder, layout)
     if options["as_json"]:
@@ -124,6 +126,7 @@ def _converted(
     three_bit: bool,
     wanted: QuantSpec | None,
     bar: ProgressBar,
+    quiet: bool,
 ) -> Store:
     from aegis.checkpoint.source import Checkpoint
     from aegis.checkpoint.store import is_store
@@ -151,4 +154,5 @@ def _converted(
         quantize=wanted,
         progress=bar,
         replace_damaged=in_cache,
+        announce=None if quiet else tell,
     )

@@ -3,7 +3,9 @@
 Everything is written into ``.NAME.partial-PID-RANDOM`` beside the destination and renamed when
 complete. A lock file ``.NAME.lock`` lets one process build while others wait and then find the
 result; the lock dies with its process, so a killed build never blocks the next one. What a killed
-build leaves is deleted by whoever builds next in the same folder.
+build leaves is gone on with where its journal says what is finished (see journal), else it is
+deleted by whoever builds next in the same folder: once its journal is a week old, if it is of
+another destination.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,6 +26,8 @@ from aegis.errors import StoreError
 
 _PARTIAL = re.compile(r"\.(.+)\.partial-\d+-[0-9a-f]{8}", re.DOTALL)
 ELSEWHERE = "set AEGIS_CACHE to a folder on another disk"
+JOURNAL = "unfinished.json"
+_KEPT_SECONDS = 7 * 24 * 3600
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -76,13 +81,16 @@ def _acquire(path: Path, mode: int) -> int:
         os.close(fd)
 
 
-def remove_leftovers(folder: Path, own: Path | None = None) -> None:
-    """Delete what killed builds left in a folder; builds that are alive are left alone.
+def remove_leftovers(folder: Path, own: Path | None = None, keep: Path | None = None) -> None:
+    """Delete what killed builds left in a folder; builds that are alive are left alone, and so are
+    those of others that may be gone on with.
 
-    own: a destination whose lock the caller holds.
+    own: a destination whose lock the caller holds; keep: what it goes on with.
     """
     for path in _partial_folders(folder):
         owner = path.with_name(path.name[1:].rpartition(".partial-")[0])
+        if path == keep or (owner != own and may_go_on(path)):
+            continue
         if owner == own:
             shutil.rmtree(path, ignore_errors=True)
             continue
@@ -112,6 +120,20 @@ def remove_remains(destination: Path) -> None:
             os.close(fd)
 
 
+def may_go_on(partial: Path) -> bool:
+    """Whether a build left so much there, and so lately, that its own destination may want it."""
+    try:
+        return time.time() - (partial / JOURNAL).stat().st_mtime < _KEPT_SECONDS
+    except OSError:
+        return False
+
+
+def partials_of(destination: Path) -> list[Path]:
+    """What builds of a destination have begun, dead or alive."""
+    prefix = f".{destination.name}.partial-"
+    return [path for path in _partial_folders(destination.parent) if path.name.startswith(prefix)]
+
+
 def _partial_folders(folder: Path) -> list[Path]:
     try:
         with os.scandir(folder) as entries:
@@ -122,19 +144,24 @@ def _partial_folders(folder: Path) -> list[Path]:
 
 
 @contextlib.contextmanager
-def partial_folder(destination: Path, replace: bool = False) -> Iterator[Path]:
+def partial_folder(
+    destination: Path, replace: bool = False, unfinished: Path | None = None
+) -> Iterator[Path]:
     """A folder to fill that becomes ``destination`` on success and vanishes on any failure.
 
-    ``replace``: whatever is at ``destination`` then is deleted.
+    ``replace``: whatever is at ``destination`` then is deleted. ``unfinished``: what a killed build
+    left, to be gone on with.
     """
-    partial, old = _partial_path(destination), _partial_path(destination)
-    partial.mkdir()
+    partial, old = unfinished or _partial_path(destination), _partial_path(destination)
+    if unfinished is None:
+        partial.mkdir()
     try:
         yield partial
         sync_folder(partial)
         if replace:
             with contextlib.suppress(FileNotFoundError):
                 destination.rename(old)
+        (partial / JOURNAL).unlink(missing_ok=True)
         _rename(partial, destination)
         sync_folder(destination.parent)
     finally:
@@ -180,8 +207,8 @@ def prepare_parent(destination: Path, hint: str = "choose another destination") 
         raise StoreError(f"{parent} cannot be written ({error.strerror}); {hint}") from error
 
 
-def check_space(folder: Path, needed_nbytes: int, hint: str = ELSEWHERE) -> None:
-    """Refuse a build that the disk has no room for.
+def check_space(folder: Path, needed_nbytes: int, hint: str = ELSEWHERE) -> str:
+    """Refuse a build that the disk has no room for; a sentence about what it takes.
 
     Raises:
         StoreError: with what is needed and what is free.
@@ -194,6 +221,8 @@ def check_space(folder: Path, needed_nbytes: int, hint: str = ELSEWHERE) -> None
             f"{folder} has {free >> 20} MiB free, but the store takes {-(-needed_nbytes >> 20)}"
             f" MiB; make room or {hint}"
         )
+    there = f" of {free >> 20} MiB that are free" if disk.f_blocks else ""
+    return f"the store takes {-(-needed_nbytes >> 20)} MiB{there} in {folder}"
 
 
 @contextlib.contextmanager

@@ -146,14 +146,17 @@ def ensure_store(
 
 
 def _clean_up(target: Path) -> None:
-    """Whoever uses a store may be the last to come by: delete what killed conversions left."""
-    owners = {found[1] for name in _names(target.parent) if (found := _REMAINS.fullmatch(name))}
+    """Whoever uses a store may be the last to come by: delete what killed conversions left, unless
+    another one may go on with it."""
+    remains = {n: found[1] for n in _names(target.parent) if (found := _REMAINS.fullmatch(n))}
+    owners = set(remains.values())
     if any(".partial-" in name for name in _names(target)):
         owners.add(target.name)
     if owners:
-        from aegis.convert.build import remove_remains
+        from aegis.convert.build import may_go_on, remove_remains
 
-        for owner in owners:
+        wanted = {owner for name, owner in remains.items() if may_go_on(target.parent / name)}
+        for owner in owners - (wanted - {target.name}):
             remove_remains(target.parent / owner)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import zlib
 from collections.abc import Callable, Mapping
 from os import PathLike
@@ -17,7 +18,6 @@ from aegis.checkpoint.fileio import (
     UncachedWriter,
     aligned_buffer,
     copy_file,
-    sync_folder,
     write_file,
 )
 from aegis.checkpoint.layout import PARTS, ExpertGeometry, StoreLayout
@@ -34,6 +34,7 @@ from aegis.convert.build import (
     remove_leftovers,
 )
 from aegis.convert.identity import identity_of
+from aegis.convert.journal import Journal, unfinished_of
 from aegis.convert.layout import layout_of, resolve_checkpoint
 from aegis.convert.names import ExpertSource, Resolved
 from aegis.convert.source_data import Streams, packed
@@ -60,6 +61,7 @@ def convert(
     progress: Progress | None = None,
     piece_nbytes: int = PIECE_NBYTES,
     replace_damaged: bool = False,
+    announce: Callable[[str], None] | None = None,
 ) -> Store:
     """Convert a checkpoint folder into a store at ``destination`` and open it.
 
@@ -67,6 +69,8 @@ def convert(
     checkpoint is quantised meanwhile, as ``mlx_lm.convert`` does it; its 3-bit experts then come
     from the numbers themselves, else from the 4-bit codes. ``piece_nbytes``
     bounds each buffer; the whole conversion holds a few of them and two expert records.
+    ``announce`` is told what it takes of the disk before anything is written. What a killed
+    conversion of the same source with the same options finished is not done again.
     ``replace_damaged``: a store at ``destination`` that cannot be opened, or whose checksums
     are not those of its contents, is converted anew.
 
@@ -85,18 +89,33 @@ def convert(
     hint = ELSEWHERE if replace_damaged else "choose a destination on another disk"
     prepare_parent(target)
     with disk_errors(target.parent, hint), locked(target, job.report_nothing) as alone:
-        if alone:
-            remove_leftovers(target.parent, target)
+        key = _key(plan, identity, experts3bit)
         found = _existing(target, layout, identity, replace_damaged)
+        unfinished = unfinished_of(target, key) if alone and found is None else None
+        if alone:
+            remove_leftovers(target.parent, target, unfinished and unfinished.folder)
         if found is None:
-            check_space(target.parent, job.disk_nbytes, hint)
-            with partial_folder(target, replace_damaged) as folder:
-                job.write(folder, identity)
+            there = unfinished.nbytes if unfinished else 0
+            needed = check_space(target.parent, job.disk_nbytes - there, hint)
+            if announce:
+                before = f", beside {there >> 20} MiB that are there already" if there else ""
+                announce(needed + before)
+            with partial_folder(
+                target, replace_damaged, unfinished and unfinished.folder
+            ) as folder:
+                job.write(folder, identity, unfinished or Journal(folder, key))
             found = Store.open(target)
         elif experts3bit and not found.has_3bit:
-            job.write_3bit(found)
+            job.write_3bit(found, alone)
             found = Store.open(target)
     return found
+
+
+def _key(plan: StoreLayout, identity: str, experts3bit: bool) -> str:
+    """Of a conversion that may go on with what another one left: all that its bytes follow from."""
+    none = dict.fromkeys(plan.resident, 0)
+    described = encode(Manifest(plan, none, (), source={"identity": identity}))
+    return hashlib.sha256(described + bytes([experts3bit])).hexdigest()
 
 
 def _is_damage(error: StoreError) -> bool:
@@ -179,16 +198,16 @@ class _Job:
         if self._progress:
             self._progress(self._done, self.total_nbytes)
 
-    def write(self, folder: Path, identity: str) -> None:
-        """Write every file of the store; store.json comes last.
+    def write(self, folder: Path, identity: str, journal: Journal) -> None:
+        """Write every file of the store that the journal lacks; store.json comes last.
 
         Raises:
             CheckpointError: the checkpoint was changed meanwhile.
         """
         files = self._copy_files(folder)
         with Streams(self._piece_nbytes) as streams:
-            resident = self._write_resident(folder, streams)
-            experts = self._write_experts(folder, streams)
+            resident = self._resident(folder / RESIDENT, streams, journal)
+            experts = self._experts(folder, streams, journal)
         source: dict[str, Any] = {"name": self._checkpoint.path.resolve().name}
         source["identity"] = identity
         if identity_of(self._checkpoint, self._quantize) != identity:
@@ -201,11 +220,23 @@ class _Job:
             self.write_3bit(Store.open(folder))
 
     def _copy_files(self, folder: Path) -> dict[str, tuple[int, int]]:
+        for name in self._copied:
+            (folder / name).unlink(missing_ok=True)
         return {name: copy_file(path, folder / name) for name, path in self._copied.items()}
 
-    def _write_resident(self, folder: Path, streams: Streams) -> dict[str, int]:
+    def _resident(self, path: Path, streams: Streams, journal: Journal) -> dict[str, int]:
+        names, nbytes = self._plan.resident, self._plan.resident_file_nbytes
+        found = journal.finished(path, nbytes, len(names))
+        if found is not None:
+            self._report(nbytes)
+            return dict(zip(names, found, strict=True))
+        checksums = self._write_resident(path, streams)
+        journal.note(path, list(checksums.values()))
+        return checksums
+
+    def _write_resident(self, path: Path, streams: Streams) -> dict[str, int]:
         checksums = {}
-        with UncachedWriter(folder / RESIDENT, self._piece_nbytes) as writer:
+        with UncachedWriter(path, self._piece_nbytes) as writer:
             for name, tensor in self._plan.resident.items():
                 weight = self._resolved.resident[name]
                 crc, start = 0, writer.written
@@ -220,21 +251,30 @@ class _Job:
                 self._report(writer.written - start)
         return checksums
 
-    def _write_experts(self, folder: Path, streams: Streams) -> Checksums:
-        (folder / EXPERT_FOLDERS["4bit"]).mkdir()
-        layers = []
+    def _experts(self, folder: Path, streams: Streams, journal: Journal) -> Checksums:
+        (folder / EXPERT_FOLDERS["4bit"]).mkdir(exist_ok=True)
+        layers, nbytes = [], self._plan.experts.stride * self._plan.num_experts
         for layer in self._plan.moe_layers:
             sources, path = self._resolved.experts[layer], expert_file(folder, layer)
-            layers.append(self._write_layer(path, self._plan.experts, sources, streams))
-        sync_folder(folder / EXPERT_FOLDERS["4bit"])
+            found = journal.finished(path, nbytes, self._plan.num_experts)
+            if found is not None:
+                self._report(nbytes)
+            else:
+                found = self._write_layer(path, self._plan.experts, sources, streams)
+                journal.note(path, found)
+            layers.append(found)
         return tuple(layers)
 
-    def write_3bit(self, store: Store) -> None:
+    def write_3bit(self, store: Store, alone: bool = True) -> None:
         """Add 3-bit experts, from a plain checkpoint's own numbers rather than from 4-bit codes."""
         geometry = self._plan.geometry("3bit")
         self._done = start = self.total_nbytes - self._plan.experts_nbytes("3bit")
+
+        def progress(done: int, _: int) -> None:
+            self._report(start + done - self._done)
+
         if self._quantize is None:
-            write_3bit(store, lambda done, _: self._report(start + done - self._done))
+            write_3bit(store, progress, alone=alone)
             return
         with Streams(self._piece_nbytes) as streams:
 
@@ -242,7 +282,7 @@ class _Job:
                 sources = in_3bit(self._resolved.experts[layer])
                 return self._write_layer(path, geometry, sources, streams)
 
-            write_3bit(store, None, write_layer)
+            write_3bit(store, progress, write_layer, alone)
 
     def _write_layer(
         self,

@@ -18,7 +18,7 @@ from aegis.convert.names import Resolved, SourceWeight, resolve
 from aegis.convert.targets import quantised
 from aegis.errors import CheckpointError
 from aegis.kernels.base import Format, Layout
-from aegis.kernels.sizes import FormatError, check_format, stored_format
+from aegis.kernels.sizes import FormatError, check_format
 from aegis.models import family
 
 
@@ -76,7 +76,7 @@ def _stored(weight: SourceWeight, layout: Layout) -> Format:
     """Vectors become f32, which is exact; matrices keep their numbers."""
     if len(weight.shape) == 1:
         return Format("dense", "f32")
-    fmt = stored_format(weight.stored, layout)
+    fmt = weight.stored
     try:
         check_format(weight.shape, fmt, layout)
     except FormatError as error:

@@ -6,6 +6,7 @@ checkpoint, checks shapes and types, and refuses anything that is neither used n
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 
@@ -14,11 +15,37 @@ from aegis.checkpoint.layout import PARTS
 from aegis.checkpoint.safetensors import TensorInfo
 from aegis.checkpoint.source import Checkpoint
 from aegis.checkpoint.tensor_map import ExpertNames, HeadPart, ResidentName, TensorMap
+from aegis.convert.fp8 import BF16, BLOCK
 from aegis.errors import CheckpointError
 from aegis.kernels.base import Format
 from aegis.kernels.sizes import FormatError, check_format
 
 _DTYPES = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
+_FP8 = "F8_E4M3"
+
+
+@dataclass(frozen=True)
+class BlockScales:
+    """The scales of a weight in FP8: [matrices, ceil(rows / 128), ceil(columns / 128)]."""
+
+    tensor: TensorInfo
+    rows: int
+    """Of one matrix."""
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of the scales of one row of blocks."""
+        return self.tensor.nbytes // math.prod(self.tensor.shape[:-1])
+
+    @property
+    def format(self) -> Format:
+        """That of the scales."""
+        return Format("dense", _DTYPES[self.tensor.dtype])  # type: ignore[arg-type]
+
+    def row(self, row: int) -> int:
+        """The row of blocks that a row of the weight lies in."""
+        matrix, inner = divmod(row, self.rows)
+        return matrix * -(-self.rows // BLOCK) + inner // BLOCK
 
 
 @dataclass(frozen=True)
@@ -44,6 +71,8 @@ class SourceWeight:
     """Above 0: every channel's taps, to be stored tap by tap."""
     add_one: bool = False
     """The numbers are less by 1 than what is stored."""
+    scales: BlockScales | None = None
+    """Of one in FP8: its tensor holds codes, which become numbers of its format when read."""
 
     @property
     def stored(self) -> Format:
@@ -125,6 +154,7 @@ class _Finder:
     def __init__(self, checkpoint: Checkpoint, tensor_map: TensorMap) -> None:
         self._path = checkpoint.path
         self._quantization = checkpoint.config.quantization
+        self._fp8 = checkpoint.config.fp8
         self._ignored = [re.compile(pattern) for pattern in tensor_map.ignored]
         self._tensors: dict[str, TensorInfo] = {}
         self._used: set[str] = set()
@@ -189,6 +219,13 @@ class _Finder:
         tensor = self._take(self._tensor_name(source))
         lead = (stack,) if stack else ()
         rows = (stack or 1) * shape[0]
+        if tensor.dtype == _FP8 and len(shape) == 2:
+            scales = self._block_scales(tensor, f"{self._tensor_name(source)}_scale_inv")
+            _check_tensor(tensor, (*lead, *shape), (_FP8,))
+            blocks = tuple(-(-size // BLOCK) for size in shape)
+            _check_tensor(scales, (*lead, *blocks), tuple(_DTYPES))
+            found = BlockScales(scales, shape[0])
+            return SourceWeight(tensor.name, (rows, shape[1]), BF16, (tensor,), scales=found)
         if f"{source}.scales" not in self._tensors or source.endswith(".bias"):
             self._check_unquantised(tensor)
             _check_tensor(tensor, (*lead, *shape), tuple(_DTYPES))
@@ -200,6 +237,17 @@ class _Finder:
         dtype = _DTYPES[scales.dtype]
         fmt = Format("affine", dtype, spec.bits, spec.group_size)  # type: ignore[arg-type]
         return SourceWeight(tensor.name, (rows, *shape[1:]), fmt, (tensor, scales, biases))
+
+    def _block_scales(self, tensor: TensorInfo, name: str) -> TensorInfo:
+        """The scales of codes in FP8, about which config.json must agree."""
+        module = tensor.name.removesuffix(".weight")
+        if self._fp8 is None or module in self._fp8:
+            says = "does not say so" if self._fp8 is None else "says that it is not"
+            raise CheckpointError(
+                f"{tensor.name} is in FP8, but config.json {says}; the config or the checkpoint is"
+                " of another model"
+            )
+        return self._take(name)
 
     def _check_unquantised(self, tensor: TensorInfo) -> None:
         """A tensor without scales: neither its type nor config.json may say it has some."""

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from aegis.checkpoint.fileio import UncachedReader
 from aegis.checkpoint.safetensors import TensorInfo
+from aegis.convert.fp8 import dequantized
 from aegis.convert.head_parts import head_parts
-from aegis.convert.names import SourceWeight
+from aegis.convert.names import BlockScales, SourceWeight
 from aegis.convert.quantize import quantize
 from aegis.errors import CheckpointError
 from aegis.kernels.base import Format, Layout
@@ -220,20 +221,33 @@ def _read_numbers(
             return _read_numbers(streams, f"{role}.{index}", whole, index, rows)
 
         return head_parts(read, *weight.heads, rows)
+    pieces = [_read_rows(streams, role, weight, index, place) for place in weight.places(rows)]
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
+def _read_rows(streams: Streams, role: str, weight: SourceWeight, index: int, rows: range) -> Raw:
+    """Neighbouring rows of one of a weight's tensors as [rows, items]; those in FP8 as numbers."""
     tensor, row_nbytes = weight.tensors[index], weight.row_nbytes(index)
-    pieces = [
-        streams.read(
-            f"{role}.{index}",
-            tensor.path,
-            tensor.offset + place.start * row_nbytes,
-            len(place) * row_nbytes,
-        )
-        for place in weight.places(rows)
-    ]
-    data = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+    start, size = tensor.offset + rows.start * row_nbytes, len(rows) * row_nbytes
+    data = streams.read(f"{role}.{index}", tensor.path, start, size).reshape(len(rows), -1)
+    if weight.scales is not None:
+        return dequantized(data, _block_scales(streams, role, weight.scales, rows))
     words = weight.format.kind == "affine" and index == 0
-    raw: Raw = data.view(np.uint32 if words else raw_dtype(weight.format))
-    return raw.reshape(len(rows), -1)
+    return data.view(np.uint32 if words else raw_dtype(weight.format))
+
+
+def _block_scales(
+    streams: Streams, role: str, scales: BlockScales, rows: range
+) -> NDArray[np.float32]:
+    """float32 scales of rows of codes, [rows, blocks of columns]."""
+    places = np.array([scales.row(row) for row in rows])
+    first, count = int(places[0]), int(places[-1] - places[0]) + 1
+    offset = scales.tensor.offset + first * scales.row_nbytes
+    tensor, size = scales.tensor, count * scales.row_nbytes
+    raw: Raw = streams.read(f"{role}.scales", tensor.path, offset, size)
+    numbers = to_f32(raw.view(raw_dtype(scales.format)), scales.format)
+    found: NDArray[np.float32] = numbers.reshape(count, -1)[places - first]
+    return found
 
 
 def _refuse_not_finite(raw: Raw, fmt: Format, tensor: TensorInfo, how: str = "") -> None:

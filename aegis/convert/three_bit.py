@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from collections.abc import Callable
 from functools import partial
@@ -28,6 +29,7 @@ from aegis.convert.build import (
     prepare_parent,
     remove_leftovers,
 )
+from aegis.convert.journal import Journal, unfinished_of
 from aegis.errors import StoreError
 from aegis.kernels.base import Layout, Weight
 from aegis.kernels.formats import pack, requantize_3bit, unpack
@@ -44,10 +46,10 @@ def add_3bit(path: str | Path, progress: Callable[[int, int], None] | None = Non
     """
     folder = Path(path).absolute()
     prepare_parent(folder, "they are added to the store itself, so make that possible")
-    with disk_errors(folder), locked(folder):
+    with disk_errors(folder), locked(folder) as alone:
         store = Store.open(folder)
         if not store.has_3bit:
-            write_3bit(store, progress)
+            write_3bit(store, progress, alone=alone)
     return Store.open(folder)
 
 
@@ -55,8 +57,10 @@ def write_3bit(
     store: Store,
     progress: Callable[[int, int], None] | None = None,
     write_layer: Callable[[Path, int], tuple[int, ...]] | None = None,
+    alone: bool = True,
 ) -> None:
-    """Write the 3-bit files of a store that lacks them; the caller holds the store's lock.
+    """Write the 3-bit files of a store that lacks them; the caller holds the store's lock, or is
+    not known to be ``alone``.
 
     store.json is replaced last, so an interrupted run leaves the store as it was. ``write_layer``
     writes a layer's file and returns its checksums, where there is something better to derive it
@@ -66,17 +70,26 @@ def write_3bit(
     if layout.experts_3bit is None:
         raise StoreError(f"{store.path} has no 4-bit experts to derive 3-bit ones from")
     target = store.path / EXPERT_FOLDERS["3bit"]
-    remove_leftovers(store.path, target)
-    total = layout.experts_nbytes("3bit")
-    check_space(store.path, total)
-    checksums = []
-    with partial_folder(target, replace=True) as folder:
+    manifest = encode(store.manifest)
+    key = hashlib.sha256(manifest + (b"numbers" if write_layer else b"codes")).hexdigest()
+    unfinished = unfinished_of(target, key) if alone else None
+    if alone:
+        remove_leftovers(store.path, target, unfinished and unfinished.folder)
+    total, layers = layout.experts_nbytes("3bit"), len(layout.moe_layers)
+    check_space(store.path, total - (unfinished.nbytes if unfinished else 0))
+    checksums: list[tuple[int, ...]] = []
+    write = write_layer or partial(_convert_layer, store)
+    with partial_folder(target, True, unfinished and unfinished.folder) as folder:
+        journal = unfinished or Journal(folder, key)
         for layer in layout.moe_layers:
-            path = expert_file(store.path, layer, "3bit")
-            write = write_layer or partial(_convert_layer, store)
-            checksums.append(write(folder / path.name, layer))
+            path = folder / expert_file(store.path, layer, "3bit").name
+            found = journal.finished(path, total // layers, layout.num_experts)
+            if found is None:
+                found = write(path, layer)
+                journal.note(path, found)
+            checksums.append(found)
             if progress:
-                progress(total * len(checksums) // len(layout.moe_layers), total)
+                progress(total * len(checksums) // layers, total)
     write_file(store.path / MANIFEST, encode(store.manifest.with_3bit(tuple(checksums))))
 
 

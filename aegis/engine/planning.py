@@ -25,7 +25,7 @@ from aegis.engine.numbers import (
 )
 from aegis.errors import BackendError, UsageError, shown
 from aegis.kernels import registry
-from aegis.kernels.base import Format, SlotPart, WorkspaceSpec
+from aegis.kernels.base import SlotPart, WorkspaceSpec
 from aegis.kernels.sizes import align_up, block_inputs
 from aegis.kernels.threads import default_threads, usable_processors
 from aegis.models import check_layout, family
@@ -224,12 +224,7 @@ def _refuse_unsupported(request: Request) -> None:
     """Before a conversion, which may take minutes."""
     sizes = importlib.import_module(f"aegis.kernels.{request.backend}.sizes")
     unsupported = cast("Callable[[WorkspaceSpec], str | None]", sizes.unsupported)
-    by_format = cast("Callable[[Format], str | None]", sizes.unsupported_format)
-    layout = request.layout
-    formats = {tensor.format for tensor in layout.resident.values()}
-    formats |= {segment.format for segment in layout.experts.segments.values()}
-    reasons = [unsupported(request.workspace(1)), *map(by_format, formats)]
-    if (reason := next(filter(None, reasons), None)) is not None:
+    if (reason := unsupported(request.workspace(1))) is not None:
         raise BackendError(
             f"the {request.backend} backend cannot compute this model: {reason}; use another one"
             " (--backend reference) or another model"

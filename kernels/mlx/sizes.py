@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from aegis.kernels.base import DeltaSpec, Format, KVSpec, Segment, WorkspaceSpec
+from aegis.kernels.base import DeltaSpec, KVSpec, Segment, WorkspaceSpec
 from aegis.kernels.sizes import RECORD_ALIGN, align_up, row_parts
 
 PREFILL_STEP = 256
@@ -68,12 +68,6 @@ def slot_nbytes(segments: Mapping[str, Segment], stride: int) -> int:
 def unsupported(spec: WorkspaceSpec) -> str | None:
     """Why this backend cannot compute such a model: MLX's operations take all sizes."""
     del spec
-    return None
-
-
-def unsupported_format(fmt: Format) -> str | None:
-    """Why this backend cannot compute with weights of this format: it can with all."""
-    del fmt
     return None
 
 

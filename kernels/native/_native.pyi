@@ -17,7 +17,14 @@ class LinearDesc:
     """One il16 weight at an address; bits 0 is dense."""
 
     def __init__(
-        self, address: int, rows: int, in_features: int, bits: int, dtype: str, bias: int = 0
+        self,
+        address: int,
+        rows: int,
+        in_features: int,
+        bits: int,
+        dtype: str,
+        bias: int = 0,
+        group_size: int = 64,
     ) -> None: ...
     @property
     def rows(self) -> int: ...

@@ -6,8 +6,7 @@ import numpy as np
 
 from aegis.kernels.base import Format, Weight
 from aegis.kernels.native import _native
-from aegis.kernels.native.sizes import unsupported_format
-from aegis.kernels.sizes import check_format, nbytes
+from aegis.kernels.sizes import block_inputs, check_format, nbytes
 
 
 def vector_address(weight: Weight) -> int:
@@ -39,10 +38,9 @@ def located_desc(
 ) -> _native.LinearDesc:
     """The descriptor of a weight at an address (or at an offset into a slot)."""
     check_format(shape, fmt, "il16")
-    # The kernels take blocks of 64 inputs for granted: they would read beyond the end of others.
-    if (reason := unsupported_format(fmt)) is not None:
-        raise ValueError(f"the native backend cannot compute this model: {reason}")
-    return _native.LinearDesc(address, shape[0], shape[1], fmt.bits, fmt.dtype, bias)
+    return _native.LinearDesc(
+        address, shape[0], shape[1], fmt.bits, fmt.dtype, bias, block_inputs(fmt)
+    )
 
 
 def _address(weight: Weight) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from aegis.kernels.base import DeltaSpec, Format, LatentSizes, Segment, WorkspaceSpec
+from aegis.kernels.base import DeltaSpec, LatentSizes, Segment, WorkspaceSpec
 from aegis.kernels.native.sizes_attention import (
     attention_scratch_nbytes,
     delta_scratch_nbytes,
@@ -19,7 +19,6 @@ from aegis.kernels.native.sizes_attention import (
     recurrent_nbytes,
     router_scratch_nbytes,
 )
-from aegis.kernels.sizes import GROUP, IL16_BITS
 
 __all__ = [
     "Region",
@@ -29,7 +28,6 @@ __all__ = [
     "regions",
     "slot_nbytes",
     "unsupported",
-    "unsupported_format",
     "workspace_nbytes",
 ]
 
@@ -104,15 +102,6 @@ def _unsupported_latent(sizes: LatentSizes) -> str | None:
         )
     if sizes.v_head_dim % 16:
         return f"its v_head_dim is {sizes.v_head_dim}, and only multiples of 16 are implemented"
-    return None
-
-
-def unsupported_format(fmt: Format) -> str | None:
-    """Why this backend cannot compute with weights of this format; None where it can."""
-    if fmt.kind == "affine" and fmt.group_size != GROUP:
-        return f"it is quantised in groups of {fmt.group_size}, and only {GROUP} is implemented"
-    if fmt.kind == "affine" and fmt.bits not in IL16_BITS:
-        return f"it has {fmt.bits}-bit codes, and only those of 3, 4 and 8 bits are implemented"
     return None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from aegis.kernels.base import DeltaSpec, Format, KVSpec, Segment, WorkspaceSpec
+from aegis.kernels.base import DeltaSpec, KVSpec, Segment, WorkspaceSpec
 
 TILE = 16
 """Rows of one matrix product; every product has exactly this many (see linear.py)."""
@@ -52,10 +52,4 @@ def slot_nbytes(segments: Mapping[str, Segment], stride: int) -> int:
 def unsupported(spec: WorkspaceSpec) -> str | None:
     """Why this backend cannot compute such a model: it can compute all."""
     del spec
-    return None
-
-
-def unsupported_format(fmt: Format) -> str | None:
-    """Why this backend cannot compute with weights of this format: it can with all."""
-    del fmt
     return None

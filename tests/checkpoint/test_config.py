@@ -81,13 +81,22 @@ def test_quantisation_has_a_default_and_exceptions(key: str) -> None:
 
 def test_no_entry_means_unquantised() -> None:
     assert config().quantization is None
+    assert config().fp8 is None
+
+
+def test_fp8_is_no_affine_quantisation_and_names_what_is_plain() -> None:
+    entry = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    assert config(quantization_config=entry).quantization is None
+    assert config(quantization_config=entry).fp8 == frozenset()
+    named = config(quantization_config=entry | {"ignored_layers": ["a.b"]})
+    assert named.fp8 == {"a.b"}
 
 
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
         ({"quant_method": "gptq", "bits": 4}, "'gptq'"),
-        ({"quant_method": "fp8"}, "'fp8'"),
+        ({"quant_method": "mxfp8"}, "'mxfp8'"),
         ({"mode": "mxfp4", "bits": 4, "group_size": 32}, "'mxfp4'"),
         ({"bits": 4}, "group_size"),
         ({"bits": "4", "group_size": 64}, "bits"),

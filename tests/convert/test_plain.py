@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from stores import raw_tensors, resident_values, rewrite
+from stores import check_same_store, memory_of_conversion, raw_tensors, resident_values, rewrite
 from strategies import write_checkpoint
 
 from aegis.checkpoint.config import QuantSpec
@@ -18,7 +17,6 @@ from aegis.checkpoint.layout import ExpertBits
 from aegis.checkpoint.store import Store
 from aegis.convert import source_data
 from aegis.convert.convert import convert
-from aegis.convert.verify import verify
 from aegis.errors import CheckpointError, StoreError, UsageError
 from aegis.kernels import formats
 from aegis.kernels.base import Format, Layout
@@ -67,18 +65,6 @@ def in_mlx_format(mx: Any, source: Path, folder: Path, bits: int, group_size: in
         out[f"{module}.biases"] = (dtype, np.array(biases.view(numbers)))
     entry = {"group_size": group_size, "bits": bits, "mode": "affine"}
     return rewrite(source, folder, out, quantization=entry, quantization_config=entry)
-
-
-def check_same_store(first: Store, second: Store) -> None:
-    assert first.layout == second.layout
-    files = [
-        {p.relative_to(s.path): p.read_bytes() for p in sorted(s.path.rglob("*.bin"))}
-        for s in (first, second)
-    ]
-    assert files[0].keys() == files[1].keys()
-    for name, data in files[0].items():
-        assert data == files[1][name], name
-    assert verify(first).ok
 
 
 @pytest.mark.parametrize("layout", ["il16", "row"])
@@ -310,24 +296,6 @@ def test_numbers_too_large_for_a_scale_or_a_type_are_refused_by_name(tmp_path: P
         convert(half, tmp_path / "s", quantize=QuantSpec(4, 64))
 
 
-PEAK = """
-import sys
-from pathlib import Path
-from aegis.checkpoint.config import QuantSpec
-from aegis.convert.convert import convert
-def status(field):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
-small, source, folder, layout = sys.argv[1:]
-options = {"layout": layout, "experts3bit": True, "quantize": QuantSpec(4, 64)}
-convert(small, folder + "/small", **options)
-Path("/proc/self/clear_refs").write_text("5")
-before = status("VmRSS")
-convert(source, folder + "/big", **options)
-print(status("VmHWM") - before, status("VmHWM"))
-"""
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("layout", ["il16", "row"])
 def test_quantising_takes_under_24_mib_beside_the_interpreter(tmp_path: Path, layout: str) -> None:
@@ -341,8 +309,6 @@ def test_quantising_takes_under_24_mib_beside_the_interpreter(tmp_path: Path, la
         vocab_size=16384,
         tie_word_embeddings=True,
     )
-    command = [sys.executable, "-c", PEAK, str(small), str(big), str(tmp_path), layout]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
-    grown, peak = map(int, done.stdout.split())
+    grown, peak = memory_of_conversion(small, big, tmp_path, layout)
     assert grown < 24 << 20
     assert peak < 300 << 20

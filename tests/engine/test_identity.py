@@ -21,6 +21,7 @@ from aegis import Engine
 from aegis.checkpoint.store import Store
 from aegis.convert.cache import embedded_path, ensure_store
 from aegis.kernels import registry
+from aegis.kernels.sizes import CODE_BITS
 
 CONTEXT = 64
 PROMPT = 40
@@ -92,6 +93,18 @@ def test_native_gives_the_same_bits_in_every_way(
     model_type: str, data: st.DataObject, seed: int, plan: list[Way], ids: list[int]
 ) -> None:
     choices = data.draw(checkpoint_choices(model_type=model_type))
+    with store_of(choices, seed) as store:
+        check_ways(store, choices, [for_model(way, choices) for way in plan], ids, backend="native")
+
+
+@needs_native
+@settings(max_examples=5, suppress_health_check=[HealthCheck.too_slow])
+@given(st.permutations(CODE_BITS), seeds, several_ways, prompts(PROMPT))
+def test_so_it_does_in_groups_of_128(
+    bits: list[int], seed: int, plan: list[Way], ids: list[int]
+) -> None:
+    widths = {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 128}
+    choices = Choices(bits=tuple(bits), group_size=128, **widths)
     with store_of(choices, seed) as store:
         check_ways(store, choices, [for_model(way, choices) for way in plan], ids, backend="native")
 

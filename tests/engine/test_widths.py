@@ -17,7 +17,7 @@ from aegis.convert.convert import convert
 from aegis.convert.layout import layout_of_checkpoint
 from aegis.convert.names import SourceWeight
 from aegis.engine import planning
-from aegis.errors import BackendError
+from aegis.errors import CheckpointError
 from aegis.kernels.base import Format
 from aegis.kernels.sizes import CODE_BITS, GROUPS
 
@@ -88,13 +88,25 @@ def test_mlx_computes_with_every_width_and_group(
 
 
 @needs_native
-@pytest.mark.parametrize("group_size", [32, 128])
-def test_native_refuses_groups_it_cannot_compute_with_before_it_converts(
-    tmp_path: Path, group_size: int
+@pytest.mark.parametrize("bits", CODE_BITS)
+@pytest.mark.parametrize("group_size", GROUPS)
+def test_native_computes_with_every_width_and_group_and_widens_nothing(
+    tmp_path: Path, bits: int, group_size: int
 ) -> None:
-    source = checkpoint(tmp_path / "m", 4, group_size)
-    with pytest.raises(BackendError, match=f"groups of {group_size}"):
-        Engine.open(source, cap="300MiB", context=64, backend="native")
+    store = convert(checkpoint(tmp_path / "m", bits, group_size), tmp_path / "s")
+    stored = {s.format for s in store.layout.experts.segments.values()}
+    assert stored == {Format("affine", "bf16", bits, group_size)}
+    with Engine.open(store.path, cap="600MiB", context=64, backend="native") as engine:
+        found = engine.score(IDS, last=None)
+        assert np.abs(found - (expected := logits(store.path))).max() < 1e-4 * expected.std()
+
+
+def test_inputs_that_are_no_multiple_of_64_are_refused_by_name(tmp_path: Path) -> None:
+    """Only in groups of 32 can a checkpoint have such, and only il16 minds."""
+    source = write_checkpoint(tmp_path / "m", group_size=32, moe_intermediate_size=96)
+    with pytest.raises(CheckpointError, match=r"down_proj.*96 input features.*multiple of 64"):
+        convert(source, tmp_path / "s")
+    assert convert(source, tmp_path / "r", layout="row").layout.layout == "row"
 
 
 def test_the_plan_counts_the_scales_of_smaller_groups(tmp_path: Path) -> None:

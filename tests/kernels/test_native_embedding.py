@@ -14,14 +14,15 @@ from aegis.kernels import formats
 from aegis.kernels.base import Weight
 from aegis.kernels.native import _native
 from aegis.kernels.native.embedding import NativeEmbedding
+from aegis.kernels.sizes import CODE_BITS, GROUPS
 
-VOCAB, HIDDEN = 43, 192
+VOCAB, HIDDEN = 43, 384
 IDS = np.array([0, 42, 15, 16, 17, 31, 32, 7, 7], np.int32)
-FORMATS = [(bits, dtype) for bits in (3, 4, 8, 0) for dtype in ("bf16", "f16", "f32")]
+FORMATS = [(bits, dtype) for bits in (*CODE_BITS, 0) for dtype in ("bf16", "f16", "f32")]
 
 
-def table(bits: int, dtype: str) -> Weight:
-    fmt = fmt_of(bits, dtype)
+def table(bits: int, dtype: str, group_size: int = 64) -> Weight:
+    fmt = fmt_of(bits, dtype, group_size)
     arrays = random_arrays(np.random.default_rng(bits), (VOCAB, HIDDEN), fmt)
     return stored(arrays, (VOCAB, HIDDEN), fmt)
 
@@ -39,8 +40,9 @@ def ranges(weight: Weight, embedding: NativeEmbedding, ids: Any) -> Any:
 
 
 @pytest.mark.parametrize(("bits", "dtype"), FORMATS)
-def test_rows_are_the_exact_ones_rounded_once(bits: int, dtype: str) -> None:
-    weight = table(bits, dtype)
+@pytest.mark.parametrize("size", GROUPS)
+def test_rows_are_the_exact_ones_rounded_once(bits: int, dtype: str, size: int) -> None:
+    weight = table(bits, dtype, size)
     arrays, fmt = formats.unpack(weight), weight.format
     if bits == 0:
         exact = formats.to_f32(arrays.weight, fmt)
@@ -49,7 +51,7 @@ def test_rows_are_the_exact_ones_rounded_once(bits: int, dtype: str) -> None:
         assert arrays.biases is not None
         codes = formats.unpack_codes(arrays.weight, bits).astype(np.float64)
         scale, bias = (
-            np.repeat(formats.to_f32(part, fmt).astype(np.float64), 64, axis=1)
+            np.repeat(formats.to_f32(part, fmt).astype(np.float64), size, axis=1)
             for part in (arrays.scales, arrays.biases)
         )
         exact = (scale * codes + bias).astype(np.float32)

@@ -31,6 +31,7 @@ from aegis.kernels.base import ExpertsSpec, Routing, Weight
 from aegis.kernels.native import _native, sizes
 from aegis.kernels.native.moe import NativeExperts
 from aegis.kernels.native.workspace import Workspace
+from aegis.kernels.sizes import CODE_BITS, GROUPS
 
 MAX_TOKENS = 200
 POOLS = [_native.Pool(n) for n in (1, 2, 4)]
@@ -45,9 +46,11 @@ class Case:
         shared: str = "gated",
         bits: tuple[int, int, int] = (4, 4, 4),
         multiplier: float = 1.0,
+        group_size: int = 64,
     ) -> None:
         self.rng = rng = np.random.default_rng(seed)
-        spec = experts_spec(128, 192, 7, 3, 64 if shared != "none" else 0, bits)
+        inner = max(192, 2 * group_size)
+        spec = experts_spec(128, inner, 7, 3, 64 if shared != "none" else 0, bits, group_size)
         self.spec = replace(spec, residual_multiplier=multiplier)
         self.shared = _shared(rng, shared)
         self.arrays = [
@@ -96,8 +99,13 @@ def pieces(block: NativeExperts, x: Any, routing: Routing, slots: Slots, rng: An
 @pytest.mark.parametrize("shared", ["gated", "ungated", "none"])
 @pytest.mark.parametrize("rows", [1, 5, 70])
 @pytest.mark.parametrize("multiplier", [1.0, 0.22])
-def test_agrees_with_float64(shared: str, rows: int, multiplier: float) -> None:
-    case = Case(rows, shared, (4, 3, 8), multiplier)
+@pytest.mark.parametrize(
+    ("bits", "group_size"), [((4, 3, 8), 64), ((2, 5, 6), 32), ((6, 2, 5), 128)]
+)
+def test_agrees_with_float64(
+    shared: str, rows: int, multiplier: float, bits: tuple[int, int, int], group_size: int
+) -> None:
+    case = Case(rows, shared, bits, multiplier, group_size)
     x, routing = normal(case.rng, rows, 128), random_routing(case.rng, case.spec, rows)
     got = fused(case.block(), x, routing, case.slots)
     exact = oracle(x, routing, case.slots, case.shared, multiplier)
@@ -109,11 +117,18 @@ def test_agrees_with_float64(shared: str, rows: int, multiplier: float) -> None:
     st.sampled_from(["gated", "ungated", "none"]),
     st.sampled_from([1, 2, 5, 8, 9, 30, 90, MAX_TOKENS]),
     st.sampled_from([1.0, 0.22]),
+    st.tuples(*[st.sampled_from([4, *CODE_BITS])] * 3),
+    st.sampled_from([64, *GROUPS]),
 )
 def test_same_bits_however_it_is_computed(
-    seed: int, shared: str, rows: int, multiplier: float
+    seed: int,
+    shared: str,
+    rows: int,
+    multiplier: float,
+    bits: tuple[int, int, int],
+    group_size: int,
 ) -> None:
-    case = Case(seed, shared, multiplier=multiplier)
+    case = Case(seed, shared, bits, multiplier, group_size)
     x, routing = normal(case.rng, rows, 128), random_routing(case.rng, case.spec, rows)
     block = case.block()
     expected = fused(block, x, routing, case.slots)

@@ -15,21 +15,25 @@ from aegis.kernels import formats
 from aegis.kernels.base import Weight
 from aegis.kernels.native import _native
 from aegis.kernels.native.descs import linear_desc
+from aegis.kernels.sizes import CODE_BITS, GROUPS
 
 ISAS = _native.isas()
 POOLS = [_native.Pool(n) for n in (1, 2, 4)]
-BITS = (3, 4, 8, 0)
+BITS = (*CODE_BITS, 0)
 ROWS = (1, 9, 10, 16, 17, 80)
 
 weights = st.builds(
-    lambda seed, rows, groups, bits, dtype: random_weight(
-        np.random.default_rng(seed), (rows, 64 * groups), fmt_of(bits, dtype)
+    lambda seed, rows, groups, bits, dtype, size: random_weight(
+        np.random.default_rng(seed),
+        (rows, max(64, size) * groups),
+        fmt_of(bits, dtype, size if bits else 64),
     ),
     st.integers(0, 2**32),
     st.sampled_from(ROWS),
     st.integers(1, 5),
     st.sampled_from(BITS),
     st.sampled_from(("bf16", "f16", "f32")),
+    st.sampled_from(GROUPS),
 )
 
 
@@ -44,21 +48,19 @@ def bits_of(values: Any) -> Any:
     return np.where(np.isnan(values), np.float32(np.nan), values).view(np.uint32)
 
 
-def scalar_linear(weight: Weight, x: Any) -> Any:
-    """The canonical sum of one row of x, in plain Python over float64 with rounding to float32.
+def fma(a: Any, b: Any, c: Any) -> Any:
+    """float32: a product of two float32 is exact in float64, so one rounding of the float64 sum
+    differs from a fused multiply-add only where that sum was itself rounded onto a tie."""
+    product = np.asarray(a, np.float64) * np.asarray(b, np.float64)
+    return (product + np.asarray(c, np.float64)).astype(np.float32)
 
-    A product of two float32 is exact in float64, so one rounding of the float64 sum to float32
-    differs from a fused multiply-add only where the float64 sum was itself rounded onto a tie.
-    """
+
+def scalar_linear(weight: Weight, x: Any) -> Any:
+    """The canonical sum of one row of x, in groups of 64, in plain Python."""
     arrays = formats.unpack(weight)
     fmt = weight.format
     codes = formats.unpack_codes(arrays.weight, fmt.bits).astype(np.float64)
     scales, biases = formats.to_f32(arrays.scales, fmt), formats.to_f32(arrays.biases, fmt)
-
-    def fma(a: Any, b: Any, c: Any) -> Any:
-        product = np.asarray(a, np.float64) * np.asarray(b, np.float64)
-        return (product + np.asarray(c, np.float64)).astype(np.float32)
-
     total = np.zeros(weight.shape[0], np.float32)
     for g in range(weight.shape[1] // 64):
         part = x[64 * g : 64 * g + 64]
@@ -78,9 +80,10 @@ def scalar_linear(weight: Weight, x: Any) -> Any:
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
-def test_agrees_with_float64(bits: int, dtype: str) -> None:
+@pytest.mark.parametrize("group_size", GROUPS)
+def test_agrees_with_float64(bits: int, dtype: str, group_size: int) -> None:
     rng = np.random.default_rng(bits)
-    weight = random_weight(rng, (80, 1024), fmt_of(bits, dtype))
+    weight = random_weight(rng, (80, 1024), fmt_of(bits, dtype, group_size))
     x = normal(rng, 3, 1024)
     dense = formats.dequantize(weight).astype(np.float64)
     expected = x.astype(np.float64) @ dense.T
@@ -88,12 +91,35 @@ def test_agrees_with_float64(bits: int, dtype: str) -> None:
     assert np.all(np.abs(linear(weight, x) - expected) <= 2e-6 * magnitude)
 
 
-@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("bits", CODE_BITS)
 def test_follows_the_canonical_order_of_the_sum(bits: int) -> None:
     rng = np.random.default_rng(bits)
     weight = random_weight(rng, (33, 320), fmt_of(bits))
     x = normal(rng, 1, 320)
     assert np.array_equal(linear(weight, x)[0], scalar_linear(weight, x[0]))
+
+
+@pytest.mark.parametrize("bits", CODE_BITS)
+def test_a_group_of_128_is_two_of_64_that_share_a_scale(bits: int) -> None:
+    rng = np.random.default_rng(bits)
+    shape, x = (33, 384), normal(rng, 6, 384)
+    arrays = random_arrays(rng, shape, fmt_of(bits, group_size=128))
+    twice = {n: np.repeat(getattr(arrays, n), 2, axis=1) for n in ("scales", "biases")}
+    wide = stored(arrays, shape, fmt_of(bits, group_size=128))
+    narrow = stored(arrays._replace(**twice), shape, fmt_of(bits))
+    for rows in (1, 6):
+        assert np.array_equal(linear(wide, x[:rows]), linear(narrow, x[:rows]))
+
+
+@pytest.mark.parametrize("bits", CODE_BITS)
+def test_groups_of_32_are_summed_as_dense_numbers(bits: int) -> None:
+    rng = np.random.default_rng(bits)
+    shape, x = (33, 192), normal(rng, 6, 192)
+    weight = random_weight(rng, shape, fmt_of(bits, group_size=32))
+    plain = formats.MlxArrays(formats.dequantize(weight).view(np.uint32))
+    dense = stored(plain, shape, fmt_of(0, "f32"))
+    for rows in (1, 6):
+        assert np.array_equal(linear(weight, x[:rows]), linear(dense, x[:rows]))
 
 
 @given(weights, st.integers(1, 70), st.integers(0, 2**32))
@@ -128,10 +154,17 @@ special = st.sampled_from(
 )
 
 
-@given(st.integers(0, 2**32), st.sampled_from(BITS), st.lists(special, min_size=1, max_size=6))
-def test_denormals_infinities_and_nan_agree(seed: int, bits: int, values: list[float]) -> None:
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from(BITS),
+    st.sampled_from(GROUPS),
+    st.lists(special, min_size=1, max_size=6),
+)
+def test_denormals_infinities_and_nan_agree(
+    seed: int, bits: int, group_size: int, values: list[float]
+) -> None:
     rng = np.random.default_rng(seed)
-    weight = random_weight(rng, (17, 128), fmt_of(bits))
+    weight = random_weight(rng, (17, 128), fmt_of(bits, group_size=group_size))
     x = normal(rng, 9, 128) * np.float32(1e-38)
     x[rng.integers(0, 9, len(values)), rng.integers(0, 128, len(values))] = values
     with isa(ISAS[0]):
@@ -143,16 +176,17 @@ def test_denormals_infinities_and_nan_agree(seed: int, bits: int, values: list[f
 
 @given(
     st.integers(0, 2**32),
-    st.sampled_from((3, 4)),
+    st.sampled_from(CODE_BITS),
+    st.sampled_from(GROUPS),
     st.sampled_from(("bf16", "f16", "f32")),
     st.sampled_from((-126, -100, -75, -63, -62, -61, 0, 40, 42, 43, 44, 80)),
     st.integers(0, 4),
 )
 def test_one_token_gives_the_bits_of_several_at_any_magnitude(
-    seed: int, bits: int, dtype: str, exponent: int, spread: int
+    seed: int, bits: int, group_size: int, dtype: str, exponent: int, spread: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    weight = random_weight(rng, (17, 128), fmt_of(bits, dtype))
+    weight = random_weight(rng, (17, 128), fmt_of(bits, dtype, group_size))
     exponents = exponent + rng.integers(-spread, spread + 1, (1, 128))
     x = np.ldexp(rng.choice([1.0, 1.5, 2 - 2**-23], (1, 128)), exponents).astype(np.float32)
     # Opposite neighbours cancel, so that sums reach the smallest numbers of their inputs.
@@ -189,8 +223,14 @@ def test_writes_nothing_beyond_the_last_row() -> None:
 def test_refuses_what_it_cannot_compute() -> None:
     with pytest.raises(ValueError, match="multiple of 64"):
         _native.LinearDesc(0, 16, 96, 4, "bf16")
-    with pytest.raises(ValueError, match="5-bit"):
-        _native.LinearDesc(0, 16, 64, 5, "bf16")
+    with pytest.raises(ValueError, match="7-bit"):
+        _native.LinearDesc(0, 16, 64, 7, "bf16")
+    with pytest.raises(ValueError, match="groups of 16"):
+        _native.LinearDesc(0, 16, 64, 4, "bf16", group_size=16)
+    with pytest.raises(ValueError, match="multiple of 128"):
+        _native.LinearDesc(0, 16, 192, 4, "bf16", group_size=128)
+    with pytest.raises(ValueError, match="multiple of 64"):
+        _native.LinearDesc(0, 16, 96, 4, "bf16", group_size=32)
     with pytest.raises(ValueError, match="f8"):
         _native.LinearDesc(0, 16, 64, 4, "f8")
     weight = random_weight(np.random.default_rng(0), (16, 64), fmt_of(4))

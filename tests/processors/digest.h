@@ -55,7 +55,7 @@ class Bytes {
 // A weight with random codes, and numbers of every kind that a store may hold.
 struct Weight {
   Weight(Random& random, int64_t rows, int64_t in_features, Kind kind, DType dtype,
-         bool with_bias = false);
+         bool with_bias = false, int64_t group_size = aegis::kGroup);
   Weight(const Weight&) = delete;
   Weight& operator=(const Weight&) = delete;
 
@@ -69,7 +69,8 @@ void fill_weight(Random& random, const LinearDesc& desc, uint8_t* data);
 
 const char* name_of(Kind kind);
 const char* name_of(DType dtype);
-constexpr Kind kKinds[] = {Kind::affine3, Kind::affine4, Kind::affine8, Kind::dense};
+constexpr Kind kKinds[] = {Kind::affine3, Kind::affine4, Kind::affine8, Kind::dense,
+                           Kind::affine2, Kind::affine5, Kind::affine6};
 constexpr DType kDTypes[] = {DType::bf16, DType::f16, DType::f32};
 
 // FNV-1a. Which NaN an operation returns is the one thing that processors may differ in.

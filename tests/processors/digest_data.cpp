@@ -50,8 +50,11 @@ const char* name_of(Range range) {
 
 const char* name_of(Kind kind) {
   switch (kind) {
+    case Kind::affine2: return "2bit";
     case Kind::affine3: return "3bit";
     case Kind::affine4: return "4bit";
+    case Kind::affine5: return "5bit";
+    case Kind::affine6: return "6bit";
     case Kind::affine8: return "8bit";
     default: return "dense";
   }
@@ -93,13 +96,14 @@ void fill_weight(Random& random, const LinearDesc& desc, uint8_t* data) {
 }
 
 Weight::Weight(Random& random, int64_t rows, int64_t in_features, Kind kind, DType dtype,
-               bool with_bias)
+               bool with_bias, int64_t group_size)
     : desc([&] {
         LinearDesc made;
         made.rows = rows;
         made.in_features = in_features;
         made.kind = kind;
         made.dtype = dtype;
+        made.group_size = group_size;
         return made;
       }()),
       bytes(desc.nbytes()) {

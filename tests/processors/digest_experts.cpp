@@ -15,21 +15,22 @@ constexpr int64_t kHidden = 128, kInner = 64, kSharedInner = 128, kExperts = 9, 
 
 // Experts in slots, behind each other in reverse order.
 struct Slots {
-  Slots(Random& random, Kind gate, Kind down, DType dtype)
-      : stride(0), bytes((make(gate, down, dtype), kExperts * stride)) {
+  Slots(Random& random, Kind gate, Kind down, DType dtype, int64_t group_size)
+      : stride(0), bytes((make(gate, down, dtype, group_size), kExperts * stride)) {
     for (int64_t slot = 0; slot < kExperts; ++slot)
       for (const LinearDesc* each : {&parts.gate, &parts.up, &parts.down})
         fill_weight(random, *each,
                     bytes.data() + slot * stride + reinterpret_cast<uintptr_t>(each->data));
   }
 
-  void make(Kind gate, Kind down, DType dtype) {
+  void make(Kind gate, Kind down, DType dtype, int64_t group_size) {
     for (LinearDesc* each : {&parts.gate, &parts.up, &parts.down}) {
       const bool last = each == &parts.down;
       each->rows = last ? kHidden : kInner;
       each->in_features = last ? kInner : kHidden;
       each->kind = last ? down : gate;
       each->dtype = dtype;
+      each->group_size = last ? std::min(group_size, kInner) : group_size;
       each->data = reinterpret_cast<const uint8_t*>(static_cast<uintptr_t>(stride));
       stride += (each->nbytes() + 63) / 64 * 64;
     }
@@ -87,11 +88,12 @@ std::vector<float> run(aegis::Experts& block, const Call& call, int64_t tokens, 
   return x;
 }
 
-void experts_case(aegis::Pool& pool, Random& random, Kind gate, Kind down, DType dtype, int shared) {
-  Slots slots(random, gate, down, dtype);
-  const Weight shared_gate(random, kSharedInner, kHidden, gate, dtype);
+void experts_case(aegis::Pool& pool, Random& random, Kind gate, Kind down, DType dtype, int shared,
+                  int64_t group_size = aegis::kGroup) {
+  Slots slots(random, gate, down, dtype, group_size);
+  const Weight shared_gate(random, kSharedInner, kHidden, gate, dtype, false, group_size);
   const Weight shared_up(random, kSharedInner, kHidden, gate, dtype);
-  const Weight shared_down(random, kHidden, kSharedInner, down, dtype);
+  const Weight shared_down(random, kHidden, kSharedInner, down, dtype, false, group_size);
   const Weight sigmoid_gate(random, 1, kHidden, Kind::affine8, DType::bf16);
   const aegis::ExpertDescs shared_parts{shared_gate.desc, shared_up.desc, shared_down.desc};
   constexpr int64_t most = 70;
@@ -102,7 +104,8 @@ void experts_case(aegis::Pool& pool, Random& random, Kind gate, Kind down, DType
                        shared ? &shared_parts : nullptr, shared == 2 ? &sigmoid_gate.desc : nullptr,
                        scratch.data(), nbytes, shared == 1 ? 0.22f : 1.0f);
   const std::string name = std::string("experts ") + name_of(gate) + " " + name_of(down) + " " +
-                           name_of(dtype) + (shared == 2 ? " gated" : shared ? " shared" : "");
+                           name_of(dtype) + (shared == 2 ? " gated" : shared ? " shared" : "") +
+                           (group_size == aegis::kGroup ? "" : " in groups of " + std::to_string(group_size));
   for (Range range : {Range::ordinary, Range::wide, Range::tiny})
     for (int64_t tokens : {int64_t{1}, int64_t{2}, int64_t{9}, most}) {
       if (tokens == most && range != Range::ordinary) continue;
@@ -126,6 +129,9 @@ void experts_cases(aegis::Pool& pool) {
   experts_case(pool, random, Kind::affine3, Kind::affine4, DType::bf16, 1);
   experts_case(pool, random, Kind::affine3, Kind::affine3, DType::f32, 0);
   experts_case(pool, random, Kind::affine8, Kind::dense, DType::bf16, 2);
+  experts_case(pool, random, Kind::affine2, Kind::affine6, DType::bf16, 2);
+  experts_case(pool, random, Kind::affine4, Kind::affine4, DType::bf16, 2, 32);
+  experts_case(pool, random, Kind::affine4, Kind::affine2, DType::bf16, 1, 128);
 }
 
 void crc_cases() {

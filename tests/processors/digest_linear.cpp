@@ -13,6 +13,7 @@ namespace {
 constexpr int kMostTokens = 17;
 constexpr int64_t kGroups = 3;
 constexpr int64_t kIn = kGroups * aegis::kGroup;
+constexpr int64_t kOtherIn = 2 * aegis::kMostGroup;  // of weights in groups of 32 or 128
 
 // y = W x for rows [first, first + tokens) of x.
 std::vector<float> multiply(aegis::Pool& pool, const Weight& weight, const std::vector<float>& x,
@@ -47,8 +48,11 @@ uint64_t digest_of(const float* values, int64_t count) {
 void check_in_place(const Weight& weight, const float* x, uint64_t expected, Range range,
                     const std::string& name) {
   const LinearDesc& w = weight.desc;
-  if (!kernels().scale_inputs || (w.kind != Kind::affine3 && w.kind != Kind::affine4)) return;
-  std::vector<float> scaled(kIn), sums(kGroups), y(static_cast<size_t>(w.rows));
+  const bool in_place = w.kind != Kind::dense && w.kind != Kind::affine8 && w.group_size != 32;
+  if (!kernels().scale_inputs || !in_place) return;
+  const int64_t in = w.in_features;
+  std::vector<float> scaled(static_cast<size_t>(in)), sums(static_cast<size_t>(w.groups()));
+  std::vector<float> y(static_cast<size_t>(w.rows));
   const float* inputs = x;
   const float* input_sums = sums.data();
   float* out = y.data();
@@ -62,8 +66,8 @@ void check_in_place(const Weight& weight, const float* x, uint64_t expected, Ran
   args.scaled = scaled.data();
   bool ready = false;
   kernels_only([&] {
-    kernels().row_sums(x, kIn, sums.data());
-    ready = kernels().scale_inputs(w.kind, x, kIn, scaled.data());
+    kernels().row_sums(x, in, sums.data());
+    ready = kernels().scale_inputs(w.kind, x, in, scaled.data());
     if (ready) kernels().linear_tile(args);
   });
   if (ready && digest_of(y.data(), w.rows) != expected) fail(name + ": codes in place give other bits");
@@ -81,8 +85,7 @@ void linear_case(aegis::Pool& pool, const Weight& weight, Range range, bool ever
     const std::vector<float> y = multiply(pool, weight, x, t, 1);
     alone.push_back(digest_of(y.data(), rows));
     digest.add(alone.back());
-    if (weight.desc.in_features == kIn)
-      check_in_place(weight, x.data() + t * kIn, alone.back(), range, name);
+    check_in_place(weight, x.data() + t * weight.desc.in_features, alone.back(), range, name);
   }
   report(name, digest);
   for (int64_t tokens = 2; tokens <= kMostTokens; ++tokens) {
@@ -110,6 +113,18 @@ void linear_cases(aegis::Pool& pool) {
         const Weight with_bias(random, rows, kIn, kind, dtype, true);
         linear_case(pool, with_bias, Range::ordinary, false, name + "with bias");
       }
+  for (Kind kind : kKinds)
+    for (int64_t group_size : {32, 128}) {
+      if (kind == Kind::dense) continue;
+      const std::string name = std::string("linear ") + name_of(kind) + " in groups of " +
+                               std::to_string(group_size) + " ";
+      for (DType dtype : kDTypes) {
+        const bool usual = dtype == DType::bf16;
+        const Weight weight(random, 17, kOtherIn, kind, dtype, false, group_size);
+        linear_case(pool, weight, Range::ordinary, usual, name + name_of(dtype) + " ordinary");
+        if (usual) linear_case(pool, weight, Range::edges, false, name + name_of(dtype) + " edges");
+      }
+    }
   // Large enough to be shared out.
   for (Kind kind : kKinds) {
     const Weight weight(random, 192, 512, kind, DType::bf16);
@@ -138,23 +153,36 @@ void vector_cases() {
   }
 }
 
+namespace {
+
+void table_case(const Weight& table, const std::string& name) {
+  const int64_t in = table.desc.in_features;
+  std::vector<float> row(static_cast<size_t>(in));
+  Digest digest;
+  for (int64_t id = 0; id < table.desc.rows; ++id) {
+    const uint8_t* block = table.desc.data + id / aegis::kLanes * table.desc.row_block_nbytes();
+    kernels_only([&] {
+      const int lane = static_cast<int>(id % aegis::kLanes);
+      kernels().attention.table_row(table.desc, block, lane, row.data());
+    });
+    digest.add(row.data(), in);
+  }
+  report(name, digest);
+}
+
+}  // namespace
+
 void table_cases() {
   Random random(3);
   for (Kind kind : kKinds)
-    for (DType dtype : kDTypes) {
-      const Weight table(random, 48, kIn, kind, dtype);
-      std::vector<float> row(kIn);
-      Digest digest;
-      for (int64_t id = 0; id < 48; ++id) {
-        const uint8_t* block = table.desc.data + id / aegis::kLanes * table.desc.row_block_nbytes();
-        kernels_only([&] {
-          const int lane = static_cast<int>(id % aegis::kLanes);
-          kernels().attention.table_row(table.desc, block, lane, row.data());
-        });
-        digest.add(row.data(), kIn);
-      }
-      report(std::string("table ") + name_of(kind) + " " + name_of(dtype), digest);
-    }
+    for (DType dtype : kDTypes)
+      table_case(Weight(random, 48, kIn, kind, dtype),
+                 std::string("table ") + name_of(kind) + " " + name_of(dtype));
+  for (Kind kind : kKinds)
+    for (int64_t group_size : {32, 128})
+      if (kind != Kind::dense)
+        table_case(Weight(random, 48, kOtherIn, kind, DType::bf16, false, group_size),
+                   std::string("table ") + name_of(kind) + " in groups of " + std::to_string(group_size));
 }
 
 }  // namespace digest

@@ -51,8 +51,8 @@ struct KernelTable {
 // The table in use: the best one this processor runs, or what AEGIS_ISA or select_isa named.
 const KernelTable& kernels();
 
-// The same where it is fast on this processor; else false.
-bool scale_inputs(Kind kind, const float* x, int64_t n, float* out);
+// The same for the weight's codes, where it is fast on this processor; else false.
+bool scale_inputs(const LinearDesc& w, const float* x, int64_t n, float* out);
 
 // "avx512", "avx2", "neon" or "scalar"; false if this build or this processor lacks it.
 bool select_isa(const char* name);

@@ -10,11 +10,13 @@
 
 namespace aegis {
 
-constexpr int64_t kGroup = 64;    // inputs of one block
+constexpr int64_t kGroup = 64;    // inputs that a sum is taken over, and of one dense block
+constexpr int64_t kMostGroup = 128;  // inputs that may share a scale
 constexpr int64_t kLanes = 16;    // rows of one block
 constexpr int kMaxTokens = 64;    // rows of x that one tile call may cover
 
-enum class Kind : int { affine3 = 3, affine4 = 4, affine8 = 8, dense = 0 };
+// The bits of a code; of dense numbers 0.
+enum class Kind : int { affine2 = 2, affine3 = 3, affine4 = 4, affine5 = 5, affine6 = 6, affine8 = 8, dense = 0 };
 enum class DType : int { bf16 = 0, f16 = 1, f32 = 2 };
 
 // One weight in memory; made once when a model is opened.
@@ -25,15 +27,16 @@ struct LinearDesc {
     Kind kind = Kind::dense;
     DType dtype = DType::f32;
     const float* bias = nullptr;  // [rows] or null
+    int64_t group_size = kGroup;  // inputs that share a scale and a bias: 32, 64 or 128; of one block
 
     AEGIS_ALWAYS_INLINE int64_t groups() const { return in_features / kGroup; }
     AEGIS_ALWAYS_INLINE int64_t row_blocks() const { return (rows + kLanes - 1) / kLanes; }
     AEGIS_ALWAYS_INLINE int64_t number_nbytes() const { return dtype == DType::f32 ? 4 : 2; }
     AEGIS_ALWAYS_INLINE int64_t block_nbytes() const {
         if (kind == Kind::dense) return kGroup * kLanes * number_nbytes();
-        return 2 * kLanes * number_nbytes() + kLanes * kGroup * static_cast<int>(kind) / 8;
+        return 2 * kLanes * number_nbytes() + kLanes * group_size * static_cast<int>(kind) / 8;
     }
-    AEGIS_ALWAYS_INLINE int64_t row_block_nbytes() const { return groups() * block_nbytes(); }
+    AEGIS_ALWAYS_INLINE int64_t row_block_nbytes() const { return in_features / group_size * block_nbytes(); }
     AEGIS_ALWAYS_INLINE int64_t nbytes() const { return row_blocks() * row_block_nbytes(); }
 };
 

@@ -1,9 +1,12 @@
 // Linear kernels of one instruction set. The order of the sum is part of the format:
 //   per row and group of 64: chain A over k = 0..31, chain B over 32..63, acc = fma(code, x, acc);
 //   g = A + B; total = fma(scale, g, total); total = fma(bias, sum of x, total); groups in order.
+// Two groups of 64 that share a scale are a group of 128. Where only 32 do, a code becomes its value,
+// fma(code, scale, bias), and the sum is that of dense numbers: total = total + (A + B).
 // Lanes are rows, so neither the number of tokens nor the split over threads can change a bit.
 #pragma once
 
+#include "bit_stream.h"
 #include "kernel_table.h"
 #include "masked.h"
 #include "unpack.h"
@@ -39,9 +42,13 @@ AEGIS_INLINE void emit(const TileArgs& args, int t, int64_t block, f32x16 y) {
     store_first(out, y, n);
 }
 
-template <class W>
+// Whether the scale and bias of a group multiply its sum: in groups of 32 they multiply the codes.
+template <class W, int G>
+constexpr bool kFolds = W::affine && G != 32;
+
+template <bool Folds>
 AEGIS_INLINE f32x16 fold(f32x16 g, f32x16 scale, f32x16 bias, float sum, f32x16 total) {
-  if (!W::affine) return add(total, g);
+  if (!Folds) return add(total, g);
   return fma(bias, set1(sum), fma(scale, g, total));
 }
 
@@ -60,21 +67,61 @@ struct BlockOf<W, false> {
       : param_nbytes(W::affine ? kLanes * w.number_nbytes() : 0), nbytes(w.block_nbytes()), dtype(w.dtype) {}
 };
 
-// NT tokens times one row block, groups [g, g + N): codes go straight from the words into chains.
-template <class W, int NT, int N>
-AEGIS_INLINE void direct_groups(const W& policy, const TileArgs& args, const uint8_t* block,
-                                const uint8_t* ahead, int64_t g, f32x16 (&total)[NT]) {
-  const BlockOf<W, W::scaled> shape(*args.w);
-  const int64_t step = shape.nbytes, param = shape.param_nbytes;
+// The same, and where the codes of 64 inputs lie: in a block of their own (G is 64), in half a block
+// (128) or in two (32).
+template <class W, int G>
+struct Blocks : BlockOf<W, W::sized && G == 64> {
+  using BlockOf<W, W::sized && G == 64>::BlockOf;
+  int64_t span() const { return this->nbytes * kGroup / G; }           // bytes of 64 inputs
+  int64_t half_block() const { return (this->nbytes - 2 * this->param_nbytes) / 2; }
+  int64_t words_step() const { return G == 128 ? half_block() : span(); }
+  int64_t params_step() const { return G == 128 ? 0 : span(); }
+  // From the codes of inputs 0..31 of 64 to those of 32..63.
+  int64_t half() const { return G == 32 ? this->nbytes : half_block() * 64 / G; }
+};
+
+// Scales and biases of the two groups of 32 that 64 inputs are, and a code's value.
+struct Halves {
+  f32x16 scale[2], bias[2];
+
+  template <class Shape>
+  AEGIS_INLINE Halves load(const Shape& shape, const uint8_t* params) {
+    Halves h;
+    for (int i = 0; i < 2; ++i, params += shape.nbytes) {
+      h.scale[i] = load_number(params, shape.dtype);
+      h.bias[i] = load_number(params + shape.param_nbytes, shape.dtype);
+    }
+    return h;
+  }
+  template <int I>
+  __attribute__((always_inline)) f32x16 value(f32x16 code) const {
+    return fma(code, scale[I], bias[I]);
+  }
+};
+
+// NT tokens times one row block, N times 64 inputs from group g on: codes go straight from the words
+// into chains.
+template <class W, int G, int NT, int N>
+AEGIS_INLINE void direct_groups(const W& policy, const TileArgs& args, const Blocks<W, G>& shape,
+                                const uint8_t* params, const uint8_t* words, const uint8_t* ahead,
+                                int64_t g, f32x16 (&total)[NT]) {
   const float* x[NT];
   f32x16 a[NT][N], b[NT][N];
   for (int t = 0; t < NT; ++t) {
     x[t] = (W::scaled ? args.scaled : args.x[t]) + g * kGroup;
     for (int n = 0; n < N; ++n) a[t][n] = b[t][n] = zero();
   }
-  for (int64_t line = 0; line < N * step; line += 64) prefetch_far(ahead + line);
+  for (int64_t line = 0; line < N * shape.span(); line += 64) prefetch_far(ahead + line);
+  [[maybe_unused]] Halves halves[N];
+  if constexpr (G == 32)
+    for (int n = 0; n < N; ++n) halves[n] = Halves::load(shape, params + n * shape.params_step());
   policy.template codes<N>(
-      block + 2 * param, step, [&](int k, Codes<N> ca, Codes<N> cb) AEGIS_LAMBDA {
+      words, shape.words_step(), shape.half(), [&](int k, Codes<N> ca, Codes<N> cb) AEGIS_LAMBDA {
+        if constexpr (G == 32)
+          for (int n = 0; n < N; ++n) {
+            ca.v[n] = halves[n].template value<0>(ca.v[n]);
+            cb.v[n] = halves[n].template value<1>(cb.v[n]);
+          }
         for (int t = 0; t < NT; ++t)
           for (int n = 0; n < N; ++n) {
             const float* xn = x[t] + n * kGroup + k;
@@ -83,22 +130,23 @@ AEGIS_INLINE void direct_groups(const W& policy, const TileArgs& args, const uin
           }
       });
   for (int n = 0; n < N; ++n) {
-    const uint8_t* params = block + n * step;
-    const f32x16 scale = W::affine ? load_number(params, shape.dtype) : zero();
-    const f32x16 bias = W::affine ? load_number(params + param, shape.dtype) : zero();
+    const uint8_t* here = params + n * shape.params_step();
+    const f32x16 scale = kFolds<W, G> ? load_number(here, shape.dtype) : zero();
+    const f32x16 bias = kFolds<W, G> ? load_number(here + shape.param_nbytes, shape.dtype) : zero();
     for (int t = 0; t < NT; ++t) {
       f32x16 sum = add(a[t][n], b[t][n]);
       if (W::scaled) sum = mul(sum, set1(kUnscale));
-      total[t] = fold<W>(sum, scale, bias, args.sums[t][g + n], total[t]);
+      total[t] = fold<kFolds<W, G>>(sum, scale, bias, args.sums[t][g + n], total[t]);
     }
   }
 }
 
-template <class W, int NT>
+template <class W, int G, int NT>
 static void direct(const TileArgs& args) {
   constexpr int N = NT == 1 ? W::groups_at_once : 1;
   const W policy;
-  const int64_t groups = args.w->groups(), step = BlockOf<W, W::scaled>(*args.w).nbytes;
+  const Blocks<W, G> shape(*args.w);
+  const int64_t groups = args.w->groups(), step = shape.span(), head = 2 * shape.param_nbytes;
   const uint8_t* block = args.w->data + args.block_begin * args.w->row_block_nbytes();
   const uint8_t* end = args.w->data + args.block_end * args.w->row_block_nbytes();
   const uint8_t* next = args.next ? args.next : end;
@@ -110,10 +158,17 @@ static void direct(const TileArgs& args) {
     f32x16 total[NT];
     for (int t = 0; t < NT; ++t) total[t] = zero();
     int64_t g = 0;
-    for (; g + N <= groups; g += N, block += N * step)
-      direct_groups<W, NT, N>(policy, args, block, ahead(block), g, total);
-    for (; g < groups; ++g, block += step)
-      direct_groups<W, NT, 1>(policy, args, block, ahead(block), g, total);
+    if constexpr (G == 128) {
+      for (; g < groups; g += 2, block += 2 * step)
+        for (int n = 0; n < 2; n += N)
+          direct_groups<W, G, NT, N>(policy, args, shape, block, block + head + n * shape.words_step(),
+                                     ahead(block + n * step), g + n, total);
+    } else {
+      for (; g + N <= groups; g += N, block += N * step)
+        direct_groups<W, G, NT, N>(policy, args, shape, block, block + head, ahead(block), g, total);
+      for (; g < groups; ++g, block += step)
+        direct_groups<W, G, NT, 1>(policy, args, shape, block, block + head, ahead(block), g, total);
+    }
     for (int t = 0; t < NT; ++t) emit(args, t, rb, total[t]);
   }
 }
@@ -142,7 +197,7 @@ AEGIS_INLINE void chain(const float* const* x, const Panel& panel, int64_t base,
 }
 
 // One group of NB unpacked blocks times NT tokens from t0 on.
-template <class W, int NT, int NB>
+template <bool Folds, int NT, int NB>
 AEGIS_INLINE void tile(const TileArgs& args, Panel& panel, int t0, int64_t g) {
   const float* x[NT];
   for (int t = 0; t < NT; ++t) x[t] = args.x[t0 + t] + g * kGroup;
@@ -156,74 +211,162 @@ AEGIS_INLINE void tile(const TileArgs& args, Panel& panel, int t0, int64_t g) {
     for (int n = 0; n < NB; ++n) {
       float* total = panel.totals[t0 + t][n];
       const f32x16 sum = add(load(first[t][n]), acc[t][n]);
-      store(total, fold<W>(sum, panel.scale[n], panel.bias[n], args.sums[t0 + t][g], load(total)));
+      store(total, fold<Folds>(sum, panel.scale[n], panel.bias[n], args.sums[t0 + t][g], load(total)));
     }
 }
 
-template <class W, int NB>
-static void tiled_blocks(const TileArgs& args, int64_t rb, Panel& panel) {
-  const W policy;
-  const LinearDesc& w = *args.w;
-  const int64_t groups = w.groups(), step = w.block_nbytes();
-  const int64_t param = W::affine ? kLanes * w.number_nbytes() : 0;
+// The codes of 64 inputs of a row block, from group g on, into part n of the panel: values where the
+// scales do not fold into sums.
+template <class W, int G>
+AEGIS_INLINE void unpack_group(const W& policy, const Blocks<W, G>& shape, const uint8_t* row_block,
+                               int64_t g, Panel& panel, int n) {
+  const uint8_t* params = row_block + g * kGroup / G * shape.nbytes;
+  const uint8_t* words = params + 2 * shape.param_nbytes;
+  if (G == 128 && g % 2) words += shape.words_step();
+  for (int64_t line = 0; line < shape.span(); line += 64) prefetch(params + shape.span() + line);
+  float* codes = panel.codes[n];
+  [[maybe_unused]] Halves halves;
+  if constexpr (G == 32) halves = Halves::load(shape, params);
+  policy.template codes<1>(words, 0, shape.half(), [&](int k, Codes<1> ca, Codes<1> cb) AEGIS_LAMBDA {
+    if constexpr (G == 32) {
+      ca.v[0] = halves.template value<0>(ca.v[0]);
+      cb.v[0] = halves.template value<1>(cb.v[0]);
+    }
+    store(codes + k * kLanes, ca.v[0]);
+    store(codes + (k + 32) * kLanes, cb.v[0]);
+  });
+  panel.scale[n] = kFolds<W, G> ? load_number(params, shape.dtype) : zero();
+  panel.bias[n] = kFolds<W, G> ? load_number(params + shape.param_nbytes, shape.dtype) : zero();
+}
+
+// unpack(row block, group, panel, part of it) for NB row blocks from rb on.
+template <bool Folds, int NB, class Unpack>
+AEGIS_INLINE void tiled_blocks(const TileArgs& args, int64_t rb, Panel& panel, const Unpack& unpack) {
+  const int64_t groups = args.w->groups(), row_block_nbytes = args.w->row_block_nbytes();
+  const uint8_t* row_block = args.w->data + rb * row_block_nbytes;
   for (int t = 0; t < args.tokens; ++t)
     for (int n = 0; n < NB; ++n) store(panel.totals[t][n], zero());
   for (int64_t g = 0; g < groups; ++g) {
-    for (int n = 0; n < NB; ++n) {
-      const uint8_t* block = w.data + (rb + n) * w.row_block_nbytes() + g * step;
-      float* codes = panel.codes[n];
-      for (int64_t line = 0; line < step; line += 64) prefetch(block + step + line);
-      policy.template codes<1>(
-          block + 2 * param, 0, [&](int k, Codes<1> ca, Codes<1> cb) AEGIS_LAMBDA {
-            store(codes + k * kLanes, ca.v[0]);
-            store(codes + (k + 32) * kLanes, cb.v[0]);
-          });
-      panel.scale[n] = W::affine ? load_number(block, w.dtype) : zero();
-      panel.bias[n] = W::affine ? load_number(block + param, w.dtype) : zero();
-    }
+    for (int n = 0; n < NB; ++n) unpack(row_block + n * row_block_nbytes, g, panel, n);
     int t = 0;
     for (; t + kTileTokens <= args.tokens; t += kTileTokens)
-      tile<W, kTileTokens, NB>(args, panel, t, g);
+      tile<Folds, kTileTokens, NB>(args, panel, t, g);
     if (kTileTokens > 4)
-      for (; t + 4 <= args.tokens; t += 4) tile<W, 4, NB>(args, panel, t, g);
+      for (; t + 4 <= args.tokens; t += 4) tile<Folds, 4, NB>(args, panel, t, g);
     if (kTileTokens > 2)
-      for (; t + 2 <= args.tokens; t += 2) tile<W, 2, NB>(args, panel, t, g);
-    for (; t < args.tokens; ++t) tile<W, 1, NB>(args, panel, t, g);
+      for (; t + 2 <= args.tokens; t += 2) tile<Folds, 2, NB>(args, panel, t, g);
+    for (; t < args.tokens; ++t) tile<Folds, 1, NB>(args, panel, t, g);
   }
   for (int t = 0; t < args.tokens; ++t)
     for (int n = 0; n < NB; ++n) emit(args, t, rb + n, load(panel.totals[t][n]));
 }
 
-template <class W>
-static void linear_of(const TileArgs& args) {
-  if (args.tokens == 1) return direct<W, 1>(args);
-  if (kDirectTokens >= 2 && args.tokens == 2) return direct<W, 2>(args);
-  if (kDirectTokens >= 3 && args.tokens == 3) return direct<W, 3>(args);
-  if (kDirectTokens >= 4 && args.tokens == 4) return direct<W, 4>(args);
+template <bool Folds, class Unpack>
+AEGIS_INLINE void tiled(const TileArgs& args, const Unpack& unpack) {
   Panel panel;
   int64_t rb = args.block_begin;
   for (; rb + kTileBlocks <= args.block_end; rb += kTileBlocks)
-    tiled_blocks<W, kTileBlocks>(args, rb, panel);
-  for (; rb < args.block_end; ++rb) tiled_blocks<W, 1>(args, rb, panel);
+    tiled_blocks<Folds, kTileBlocks>(args, rb, panel, unpack);
+  for (; rb < args.block_end; ++rb) tiled_blocks<Folds, 1>(args, rb, panel, unpack);
 }
 
-template <DType D>
-static void scaled_of(const TileArgs& args) {
-  if (args.w->kind == Kind::affine4) return direct<Masked4<D>, 1>(args);
-  direct<Masked3<D>, 1>(args);
+// What most stores hold: tiles of its own.
+template <class W>
+static void linear_of(const TileArgs& args) {
+  if (args.tokens == 1) return direct<W, 64, 1>(args);
+  if (kDirectTokens >= 2 && args.tokens == 2) return direct<W, 64, 2>(args);
+  if (kDirectTokens >= 3 && args.tokens == 3) return direct<W, 64, 3>(args);
+  if (kDirectTokens >= 4 && args.tokens == 4) return direct<W, 64, 4>(args);
+  const W policy;
+  const Blocks<W, 64> shape(*args.w);
+  tiled<W::affine>(args, [=](const uint8_t* row_block, int64_t g, Panel& panel, int n) AEGIS_LAMBDA {
+    unpack_group<W, 64>(policy, shape, row_block, g, panel, n);
+  });
+}
+
+// All other formats share one copy of the tiles, and call a function for their codes.
+using Unpack = void (*)(const LinearDesc& w, const uint8_t* row_block, int64_t g, Panel& panel, int n);
+
+template <bool Folds>
+static void shared_tiles(const TileArgs& args, Unpack unpack) {
+  tiled<Folds>(args, [&](const uint8_t* row_block, int64_t g, Panel& panel, int n) AEGIS_LAMBDA {
+    unpack(*args.w, row_block, g, panel, n);
+  });
+}
+
+template <class W, int G>
+static void unpack_of(const LinearDesc& w, const uint8_t* row_block, int64_t g, Panel& panel, int n) {
+  unpack_group<W, G>(W(), Blocks<W, G>(w), row_block, g, panel, n);
+}
+
+// W shifts codes into place, M uses them in it.
+template <class W, class M, int G>
+static void other_of(const TileArgs& args) {
+#if !defined(AEGIS_ISA_SCALAR)
+  if constexpr (M::scaled && G != 32)
+    if (args.scaled) return direct<M, G, 1>(args);
+  if (args.tokens == 1) return direct<W, G, 1>(args);
+#endif
+  shared_tiles<kFolds<W, G>>(args, unpack_of<W, G>);
+}
+
+template <class W, class M>
+static void other_group_of(const TileArgs& args) {
+  if (args.w->group_size == 32) return other_of<W, M, 32>(args);
+  other_of<W, M, 128>(args);
+}
+
+static void other_group(const TileArgs& args) {
+  switch (args.w->kind) {
+    case Kind::affine2:
+      return other_group_of<AffineStream<2>, MaskedStream<2>>(args);
+    case Kind::affine3:
+      return other_group_of<Affine3, Masked3<DType::bf16>>(args);
+    case Kind::affine4:
+      return other_group_of<Affine4, Masked4<DType::bf16>>(args);
+    case Kind::affine5:
+      return other_group_of<AffineStream<5>, MaskedStream<5>>(args);
+    case Kind::affine6:
+      return other_group_of<AffineStream<6>, MaskedStream<6>>(args);
+    default:
+      return other_group_of<Affine8, Affine8>(args);
+  }
+}
+
+template <class W, class M>
+static void usual_of(const TileArgs& args) {
+#if !defined(AEGIS_ISA_SCALAR)
+  if (args.scaled) return direct<M, 64, 1>(args);
+#endif
+  linear_of<W>(args);
+}
+
+// The type of the scales is part of M: one group is so little work that looking it up shows.
+template <class W, template <DType> class M>
+static void usual_affine(const TileArgs& args) {
+  switch (args.w->dtype) {
+    case DType::bf16:
+      return usual_of<W, M<DType::bf16>>(args);
+    case DType::f16:
+      return usual_of<W, M<DType::f16>>(args);
+    case DType::f32:
+      return usual_of<W, M<DType::f32>>(args);
+  }
 }
 
 static void linear_tile(const TileArgs& args) {
-  if (args.scaled) {
-    if (args.w->dtype == DType::bf16) return scaled_of<DType::bf16>(args);
-    if (args.w->dtype == DType::f16) return scaled_of<DType::f16>(args);
-    return scaled_of<DType::f32>(args);
-  }
+  if (args.w->group_size != kGroup) return other_group(args);
   switch (args.w->kind) {
-    case Kind::affine4:
-      return linear_of<Affine4>(args);
+    case Kind::affine2:
+      return other_of<AffineStream<2>, MaskedStream<2>, 64>(args);
     case Kind::affine3:
-      return linear_of<Affine3>(args);
+      return usual_affine<Affine3, Masked3>(args);
+    case Kind::affine4:
+      return usual_affine<Affine4, Masked4>(args);
+    case Kind::affine5:
+      return other_of<AffineStream<5>, MaskedStream<5>, 64>(args);
+    case Kind::affine6:
+      return other_of<AffineStream<6>, MaskedStream<6>, 64>(args);
     case Kind::affine8:
       return linear_of<Affine8>(args);
     case Kind::dense:
@@ -238,6 +381,25 @@ static void linear_tile(const TileArgs& args) {
       return linear_of<Dense<DType::f32>>(args);
   }
 }
+
+#if !defined(AEGIS_ISA_SCALAR)
+static bool scale_inputs(Kind kind, const float* x, int64_t n, float* out) {
+  switch (kind) {
+    case Kind::affine2:
+      return scale_for<MaskedStream<2>>(x, n, out);
+    case Kind::affine3:
+      return scale_for<Masked3<DType::bf16>>(x, n, out);
+    case Kind::affine4:
+      return scale_for<Masked4<DType::bf16>>(x, n, out);
+    case Kind::affine5:
+      return scale_for<MaskedStream<5>>(x, n, out);
+    case Kind::affine6:
+      return scale_for<MaskedStream<6>>(x, n, out);
+    default:
+      return false;
+  }
+}
+#endif
 
 static void row_sums(const float* x, int64_t n, float* sums) {
   for (int64_t g = 0; g < n / kGroup; ++g, x += kGroup) {

@@ -27,7 +27,7 @@ AEGIS_INLINE Codes<N> masked(Words<N> w) {
 // The type of the scales is part of these: one group is so little work that looking it up shows.
 template <int BITS, DType D>
 struct Masked {
-  static constexpr bool affine = true, scaled = true;
+  static constexpr bool affine = true, scaled = true, sized = true;
   static constexpr int groups_at_once = kGroupsAtOnce;
   static constexpr int64_t param_nbytes = kLanes * (D == DType::f32 ? 4 : 2);
   static constexpr int64_t block_nbytes = 2 * param_nbytes + kLanes * kGroup * BITS / 8;
@@ -41,11 +41,12 @@ struct Masked4 : Masked<4, D> {
   static int bit(int k) { return k % 8 < 5 ? 4 * (k % 8) : 4 * (k % 8 - 5); }
 
   template <int N, class F>
-  __attribute__((always_inline)) void codes(const uint8_t* words, int64_t stride, F f) const {
+  __attribute__((always_inline)) void codes(const uint8_t* words, int64_t stride, int64_t half,
+                                            F f) const {
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
       const Words<N> a = load_words<N>(words + 64 * j, stride);
-      const Words<N> b = load_words<N>(words + 64 * (j + 4), stride);
+      const Words<N> b = load_words<N>(words + half + 64 * j, stride);
       const Words<N> top_a = shifted<20>(a), top_b = shifted<20>(b);
       f(8 * j + 0, masked<0, 4>(a), masked<0, 4>(b));
       f(8 * j + 1, masked<4, 4>(a), masked<4, 4>(b));
@@ -69,11 +70,12 @@ struct Masked3 : Masked<3, D> {
   }
 
   template <int N, class F>
-  __attribute__((always_inline)) void codes(const uint8_t* words, int64_t stride, F f) const {
+  __attribute__((always_inline)) void codes(const uint8_t* words, int64_t stride, int64_t half,
+                                            F f) const {
 #pragma GCC unroll 3
     for (int j = 0; j < 3; ++j) {
       const Words<N> a = load_words<N>(words + 64 * j, stride);
-      const Words<N> b = load_words<N>(words + 64 * (j + 3), stride);
+      const Words<N> b = load_words<N>(words + half + 64 * j, stride);
       const Words<N> top_a = shifted<22>(a), top_b = shifted<22>(b);
       f(10 * j + 0, masked<0, 3>(a), masked<0, 3>(b));
       f(10 * j + 1, masked<3, 3>(a), masked<3, 3>(b));
@@ -86,7 +88,7 @@ struct Masked3 : Masked<3, D> {
       f(10 * j + 8, masked<3, 3>(top_a), masked<3, 3>(top_b));
       f(10 * j + 9, masked<6, 3>(top_a), masked<6, 3>(top_b));
     }
-    const Words<N> a = spare3<N>(words, stride), b = spare3<N>(words + 192, stride);
+    const Words<N> a = spare3<N>(words, stride), b = spare3<N>(words + half, stride);
     f(30, masked<0, 3>(a), masked<0, 3>(b));
     f(31, masked<16, 3>(a), masked<16, 3>(b));
   }
@@ -109,13 +111,5 @@ static bool scale_for(const float* x, int64_t n, float* out) {
   }
   return mask_bits(icmp_eq(outside, izero())) == 0xFFFF;
 }
-
-#if !defined(AEGIS_ISA_SCALAR)
-static bool scale_inputs(Kind kind, const float* x, int64_t n, float* out) {
-  if (kind == Kind::affine4) return scale_for<Masked4<DType::bf16>>(x, n, out);
-  if (kind == Kind::affine3) return scale_for<Masked3<DType::bf16>>(x, n, out);
-  return false;
-}
-#endif
 
 }  // namespace aegis::AEGIS_ISA

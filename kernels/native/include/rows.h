@@ -28,21 +28,21 @@ AEGIS_INLINE float lane_number(const uint8_t* numbers, int lane, DType dtype) {
   return t[lane];
 }
 
-// 64 codes of 2^n bits each.
+// The first `count` codes of a row's stream of bits.
 template <int BITS>
-AEGIS_INLINE void lane_codes(const uint8_t* words, int lane, float* codes) {
-  constexpr int per_word = 32 / BITS;
-  for (int j = 0; j < 64 / per_word; ++j) {
-    const uint32_t w = lane_word(words, j, lane);
-    for (int i = 0; i < per_word; ++i)
-      codes[j * per_word + i] = (float)(int32_t)(w >> (BITS * i) & ((1u << BITS) - 1));
+AEGIS_INLINE void lane_codes(const uint8_t* words, int lane, int count, float* codes) {
+  for (int k = 0; k < count; ++k) {
+    const int word = BITS * k / 32, shift = BITS * k % 32;
+    uint32_t code = lane_word(words, word, lane) >> shift;
+    if (shift + BITS > 32) code |= lane_word(words, word + 1, lane) << (32 - shift);
+    codes[k] = (float)(int32_t)(code & ((1u << BITS) - 1));
   }
 }
 
-// 64 codes of 3 bits: five in each 16-bit half word, the last two of 32 in the spare bits, one over
+// 32 codes of 3 bits at a time: five in each 16-bit half word, the last two of 32 in the spare bits, one over
 // the low halves of three words, one over the high halves.
-AEGIS_INLINE void lane_codes3(const uint8_t* words, int lane, float* codes) {
-  for (int h = 0; h < 2; ++h) {
+AEGIS_INLINE void lane_codes3(const uint8_t* words, int lane, int count, float* codes) {
+  for (int h = 0; h < count / 32; ++h) {
     uint32_t spare = 0;
     for (int half = 0; half < 6; ++half) {
       const uint32_t bits16 = lane_word(words, 3 * h + half / 2, lane) >> (16 * (half % 2));
@@ -55,23 +55,40 @@ AEGIS_INLINE void lane_codes3(const uint8_t* words, int lane, float* codes) {
   }
 }
 
+AEGIS_INLINE void lane_codes_of(Kind kind, const uint8_t* words, int lane, int count, float* codes) {
+  switch (kind) {
+    case Kind::affine2:
+      return lane_codes<2>(words, lane, count, codes);
+    case Kind::affine3:
+      return lane_codes3(words, lane, count, codes);
+    case Kind::affine4:
+      return lane_codes<4>(words, lane, count, codes);
+    case Kind::affine5:
+      return lane_codes<5>(words, lane, count, codes);
+    case Kind::affine6:
+      return lane_codes<6>(words, lane, count, codes);
+    case Kind::affine8:
+      return lane_codes<8>(words, lane, count, codes);
+    case Kind::dense:
+      break;
+  }
+}
+
 static void table_row(const LinearDesc& format, const uint8_t* row_block, int lane, float* out) {
-  const int64_t number = format.number_nbytes();
-  for (int64_t g = 0; g < format.groups(); ++g, out += kGroup) {
+  const int64_t number = format.number_nbytes(), blocks = format.in_features / format.group_size;
+  const int width = (int)format.group_size;
+  for (int64_t g = 0; g < blocks; ++g, out += width) {
     const uint8_t* block = row_block + g * format.block_nbytes();
     if (format.kind == Kind::dense) {
-      for (int k = 0; k < kGroup; ++k)
+      for (int k = 0; k < width; ++k)
         out[k] = lane_number(block + k * kLanes * number, lane, format.dtype);
       continue;
     }
-    const uint8_t* words = block + 2 * kLanes * number;
-    float codes[kGroup];
-    if (format.kind == Kind::affine3) lane_codes3(words, lane, codes);
-    if (format.kind == Kind::affine4) lane_codes<4>(words, lane, codes);
-    if (format.kind == Kind::affine8) lane_codes<8>(words, lane, codes);
+    float codes[kMostGroup];
+    lane_codes_of(format.kind, block + 2 * kLanes * number, lane, width, codes);
     const f32x16 scale = set1(lane_number(block, lane, format.dtype));
     const f32x16 bias = set1(lane_number(block + kLanes * number, lane, format.dtype));
-    for (int k = 0; k < kGroup; k += 16) store(out + k, fma(scale, load(codes + k), bias));
+    for (int k = 0; k < width; k += 16) store(out + k, fma(scale, load(codes + k), bias));
   }
 }
 

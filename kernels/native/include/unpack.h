@@ -1,9 +1,10 @@
 // Turning the codes of il16 blocks into floats, exactly; how is up to each instruction set.
 //
-// A policy has `template <int N, class F> codes(words, stride, f)`. It calls f(k, a, b) for
-// k = 0..31 with the codes of inputs k and 32 + k of N blocks that lie `stride` bytes apart, 16 rows
-// each. Inputs k and 32 + k of each block belong to 2 N independent chains of the canonical sum: one
-// chain waits for its last multiply-add, four keep the units busy.
+// A policy has `template <int N, class F> codes(words, stride, half, f)`. It calls f(k, a, b) for
+// k = 0..31 with the codes of inputs k and 32 + k, 16 rows each, of N times 64 inputs that lie
+// `stride` bytes apart; those of 32 + k lie `half` bytes behind those of k. Both belong to 2 N
+// independent chains of the canonical sum: one chain waits for its last multiply-add, four keep the
+// units busy.
 #pragma once
 
 #include "linear.h"
@@ -56,7 +57,8 @@ struct CodeTable {
 #elif defined(AEGIS_ISA_AVX2)
   __m256 values;
   AEGIS_INLINE CodeTable make() {
-    __m256 v = _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7);
+    constexpr int most = (1 << BITS) - 1;
+    __m256 v = _mm256_setr_ps(0, 1, 2, 3, 4 & most, 5 & most, 6 & most, 7 & most);
     __asm__("" : "+x"(v));
     return {v};
   }
@@ -69,8 +71,12 @@ struct CodeTable {
     const i32x16 low = SHIFT ? ishr<SHIFT>(word) : word;
 #if defined(AEGIS_ISA_AVX512)
     if (BITS <= 4) return lookup16(values, low);
+    if constexpr (BITS == 5) {
+      if constexpr (SHIFT < 16) return lookup_high16(halves, ishl<16 - SHIFT>(word));
+      return lookup_high16(halves, ishr<(SHIFT > 16 ? SHIFT - 16 : 0)>(word));
+    }
 #elif defined(AEGIS_ISA_AVX2)
-    if (BITS == 3)
+    if (BITS <= 3)
       return {_mm256_permutevar8x32_ps(values, low.lo), _mm256_permutevar8x32_ps(values, low.hi)};
 #endif
     return to_float(SHIFT + BITS == 32 ? low : iand(low, iset1((1 << BITS) - 1)));
@@ -137,16 +143,17 @@ constexpr int kGroupsAtOnce = 1;  // a row block is two or four registers: chain
 #endif
 
 struct Affine4 {
-  static constexpr bool affine = true, scaled = false;
+  static constexpr bool affine = true, scaled = false, sized = false;
   static constexpr int groups_at_once = kGroupsAtOnce;
   CodeTable<4> table = CodeTable<4>::make();
 
   template <int N, class F>
-  __attribute__((always_inline)) void codes(const uint8_t* words, int64_t stride, F f) const {
+  __attribute__((always_inline)) void codes(const uint8_t* words, int64_t stride, int64_t half,
+                                            F f) const {
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
       const Words<N> a0 = load_words<N>(words + 64 * j, stride);
-      const Words<N> b0 = load_words<N>(words + 64 * (j + 4), stride);
+      const Words<N> b0 = load_words<N>(words + half + 64 * j, stride);
       const Words<N> a1 = shifted<4>(a0), b1 = shifted<4>(b0);
       const Words<N> a2 = shifted<8>(a0), b2 = shifted<8>(b0);
       const Words<N> a3 = shifted<12>(a0), b3 = shifted<12>(b0);
@@ -178,16 +185,17 @@ AEGIS_INLINE Words<N> spare3(const uint8_t* words, int64_t stride) {
 
 // Three words hold 30 codes, five to a 16-bit half, and in their bits 15 and 31 the last two.
 struct Affine3 {
-  static constexpr bool affine = true, scaled = false;
+  static constexpr bool affine = true, scaled = false, sized = false;
   static constexpr int groups_at_once = kGroupsAtOnce;
   CodeTable<3> table = CodeTable<3>::make();
 
   template <int N, class F>
-  __attribute__((always_inline)) void codes(const uint8_t* words, int64_t stride, F f) const {
+  __attribute__((always_inline)) void codes(const uint8_t* words, int64_t stride, int64_t half,
+                                            F f) const {
 #pragma GCC unroll 3
     for (int j = 0; j < 3; ++j) {
       const Words<N> a0 = load_words<N>(words + 64 * j, stride);
-      const Words<N> b0 = load_words<N>(words + 64 * (j + 3), stride);
+      const Words<N> b0 = load_words<N>(words + half + 64 * j, stride);
       const Words<N> a1 = shifted<3>(a0), b1 = shifted<3>(b0);
       const Words<N> a2 = shifted<6>(a0), b2 = shifted<6>(b0);
       const Words<N> a3 = shifted<9>(a0), b3 = shifted<9>(b0);
@@ -203,14 +211,14 @@ struct Affine3 {
       f(10 * j + 8, table.high(a3), table.high(b3));
       f(10 * j + 9, table.high(a4), table.high(b4));
     }
-    const Words<N> a = spare3<N>(words, stride), b = spare3<N>(words + 192, stride);
+    const Words<N> a = spare3<N>(words, stride), b = spare3<N>(words + half, stride);
     f(30, table.low(a), table.low(b));
     f(31, table.high(a), table.high(b));
   }
 };
 
 struct Affine8 {
-  static constexpr bool affine = true, scaled = false;
+  static constexpr bool affine = true, scaled = false, sized = false;
   static constexpr int groups_at_once = 1;
   CodeTable<8> table = CodeTable<8>::make();
 
@@ -220,11 +228,12 @@ struct Affine8 {
   }
 
   template <int N, class F>
-  __attribute__((always_inline)) void codes(const uint8_t* words, int64_t stride, F f) const {
+  __attribute__((always_inline)) void codes(const uint8_t* words, int64_t stride, int64_t half,
+                                            F f) const {
 #pragma GCC unroll 8
     for (int j = 0; j < 8; ++j) {
       const Words<N> a = load_words<N>(words + 64 * j, stride);
-      const Words<N> b = load_words<N>(words + 64 * (j + 8), stride);
+      const Words<N> b = load_words<N>(words + half + 64 * j, stride);
       step<0>(4 * j, a, b, f);
       step<8>(4 * j, a, b, f);
       step<16>(4 * j, a, b, f);
@@ -235,12 +244,13 @@ struct Affine8 {
 
 template <DType D>
 struct Dense {
-  static constexpr bool affine = false, scaled = false;
+  static constexpr bool affine = false, scaled = false, sized = false;
   static constexpr int groups_at_once = 1;
   static constexpr int row = D == DType::f32 ? 64 : 32;
 
   template <int N, class F>
-  __attribute__((always_inline)) void codes(const uint8_t* numbers, int64_t stride, F f) const {
+  __attribute__((always_inline)) void codes(const uint8_t* numbers, int64_t stride, int64_t,
+                                            F f) const {
 #pragma GCC unroll 8
     for (int k = 0; k < 32; ++k) {
       Codes<N> a, b;

@@ -4,6 +4,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <chrono>
 #include <string>
 #include <vector>
@@ -21,8 +22,9 @@ using Matrix = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Vector = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 Kind kind_of(int bits) {
-    if (bits != 0 && bits != 3 && bits != 4 && bits != 8)
-        throw nb::value_error(("no native kernel for " + std::to_string(bits) + "-bit codes; 3, 4 and 8 have one").c_str());
+    if (bits != 0 && (bits < 2 || bits > 8 || bits == 7))
+        throw nb::value_error(
+            ("no native kernel for " + std::to_string(bits) + "-bit codes; 2, 3, 4, 5, 6 and 8 have one").c_str());
     return static_cast<Kind>(bits);
 }
 
@@ -34,11 +36,14 @@ DType dtype_of(const std::string& name) {
 }
 
 LinearDesc make_desc(uintptr_t address, int64_t rows, int64_t in_features, int bits, const std::string& dtype,
-                     uintptr_t bias) {
-    if (rows <= 0 || in_features <= 0 || in_features % kGroup != 0)
+                     uintptr_t bias, int64_t group_size) {
+    if (group_size != kGroup && (bits == 0 || (group_size != 32 && group_size != kMostGroup)))
+        throw nb::value_error(("groups of " + std::to_string(group_size) + " have no native kernel; 32, 64 and 128 have one").c_str());
+    const int64_t step = std::max(group_size, kGroup);
+    if (rows <= 0 || in_features <= 0 || in_features % step != 0)
         throw nb::value_error(("a linear of " + std::to_string(rows) + " rows and " + std::to_string(in_features) +
                                " input features cannot be computed: rows must be positive and input features a "
-                               "multiple of 64")
+                               "multiple of " + std::to_string(step))
                                   .c_str());
     LinearDesc desc;
     desc.data = at<const uint8_t>("a weight", address);
@@ -47,6 +52,7 @@ LinearDesc make_desc(uintptr_t address, int64_t rows, int64_t in_features, int b
     desc.kind = kind_of(bits);
     desc.dtype = dtype_of(dtype);
     desc.bias = at<const float>("a bias", bias);
+    desc.group_size = group_size;
     return desc;
 }
 
@@ -165,11 +171,11 @@ void bind_linear(nb::module_& m) {
     nb::class_<LinearDesc>(m, "LinearDesc")
         .def("__init__",
              [](LinearDesc* self, uintptr_t address, int64_t rows, int64_t in_features, int bits,
-                const std::string& dtype, uintptr_t bias) {
-                 new (self) LinearDesc(make_desc(address, rows, in_features, bits, dtype, bias));
+                const std::string& dtype, uintptr_t bias, int64_t group_size) {
+                 new (self) LinearDesc(make_desc(address, rows, in_features, bits, dtype, bias, group_size));
              },
              nb::arg("address"), nb::arg("rows"), nb::arg("in_features"), nb::arg("bits"), nb::arg("dtype"),
-             nb::arg("bias") = 0)
+             nb::arg("bias") = 0, nb::arg("group_size") = kGroup)
         .def_ro("rows", &LinearDesc::rows)
         .def_ro("in_features", &LinearDesc::in_features)
         .def_prop_ro("nbytes", [](const LinearDesc& d) { return d.nbytes(); });

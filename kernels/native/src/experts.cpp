@@ -214,7 +214,7 @@ void Experts::prepare_rows(int64_t begin, int64_t end) {
         std::memset(acc_ + row * hidden, 0, static_cast<size_t>(hidden) * sizeof(float));
     }
     // Not written for several rows, which several threads prepare.
-    if (tokens_ == 1) scaled_ready_ = scale_inputs(routed_.gate.kind, normed_, hidden, scaled_);
+    if (tokens_ == 1) scaled_ready_ = scale_inputs(routed_.gate, normed_, hidden, scaled_);
 }
 
 void Experts::clear_tiles() {
@@ -349,7 +349,7 @@ void Experts::gate_up(const Tile& tile, int64_t group) const {
     }
     if (tile.scaled_act)
         tile.scaled_ok[group] =
-            scale_inputs(tile.weights.down.kind, tile.act + group * kGroup, kGroup, tile.scaled_act + group * kGroup);
+            scale_inputs(tile.weights.down, tile.act + group * kGroup, kGroup, tile.scaled_act + group * kGroup);
 }
 
 const float* Experts::scaled_input(const LinearDesc& w) const {

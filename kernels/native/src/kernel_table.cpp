@@ -83,9 +83,10 @@ bool denormals_are_fast() {
 
 }  // namespace
 
-bool scale_inputs(Kind kind, const float* x, int64_t n, float* out) {
+bool scale_inputs(const LinearDesc& w, const float* x, int64_t n, float* out) {
     const KernelTable& table = kernels();
-    return table.scale_inputs && denormals_are_fast() && table.scale_inputs(kind, x, n, out);
+    if (w.group_size < kGroup) return false;  // such codes are multiplied by their scales first
+    return table.scale_inputs && denormals_are_fast() && table.scale_inputs(w.kind, x, n, out);
 }
 
 const KernelTable& kernels() { return *active().load(std::memory_order_relaxed); }

@@ -38,7 +38,7 @@ void linear_piece(const LinearJob& job, int64_t begin, int64_t end, int64_t t0, 
     args.weights = job.weight ? weights : nullptr;
     args.add = job.add && !job.weight ? add : nullptr;
     const int64_t n = job.w->in_features;
-    if (tokens == 1 && n <= kMaxScaled && scale_inputs(job.w->kind, x[0], n, scaled)) args.scaled = scaled;
+    if (tokens == 1 && n <= kMaxScaled && scale_inputs(*job.w, x[0], n, scaled)) args.scaled = scaled;
     kernels().linear_tile(args);
 }
 

@@ -1,0 +1,262 @@
+"""A conversion that was killed goes on where it was, and never with what it did not finish."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from strategies import write_checkpoint
+
+from aegis.checkpoint.store import Store
+from aegis.convert.build import JOURNAL, remove_remains
+from aegis.convert.cache import cached_store_path, ensure_store
+from aegis.convert.convert import convert
+from aegis.convert.verify import verify
+from aegis.errors import StoreError
+
+LAYERS = 4
+
+CHILD = """
+import os, signal, sys
+from aegis.checkpoint import fileio
+from aegis.checkpoint.config import QuantSpec
+from aegis.convert import convert as converting, three_bit
+
+source, target, at, bits, three = sys.argv[1:]
+calls = 0
+
+def counted(function):
+    def call(*args, **options):
+        global calls
+        calls += 1
+        if calls == int(at):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*args, **options)
+    return call
+
+for name in ("pwrite", "fsync", "mkdir", "rename", "replace", "unlink", "open"):
+    setattr(os, name, counted(getattr(os, name)))
+
+class Writer(fileio.UncachedWriter):
+    def __init__(self, path, *rest):
+        print("writes", f"experts/{path.name}" if path.parent.name == "experts" else path.name)
+        super().__init__(path, *rest)
+
+converting.UncachedWriter = three_bit.UncachedWriter = Writer
+quantize = QuantSpec(int(bits), 64) if int(bits) else None
+options = {"quantize": quantize, "experts3bit": three == "yes", "piece_nbytes": 1 << 16}
+converting.convert(source, target, **options)
+print("calls", calls)
+"""
+
+
+class Run:
+    """A conversion in a process of its own, killed at its n-th call of the system; 0: never."""
+
+    def __init__(
+        self, source: Path, target: Path, at: int = 0, bits: int = 0, three: bool = False
+    ) -> None:
+        arguments = [str(source), str(target), str(at), str(bits), "yes" if three else "no"]
+        done = subprocess.run(
+            [sys.executable, "-u", "-c", CHILD, *arguments],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONSAFEPATH": "1"},
+            check=False,
+        )
+        assert done.returncode in (0, -signal.SIGKILL), done.stderr
+        self.killed = done.returncode != 0
+        said = [line.split() for line in done.stdout.splitlines()]
+        self.written = [path for word, path in said if word == "writes"]
+        self.calls = next((int(count) for word, count in said if word == "calls"), 0)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def journals(folder: Path) -> list[set[str]]:
+    return [set(json.loads(path.read_text())["files"]) for path in sorted(folder.rglob(JOURNAL))]
+
+
+KINDS = [(False, 0, False), (False, 0, True), (True, 4, True)]
+"""Whether the checkpoint is plain, to how many bits it is quantised, and 3-bit experts."""
+
+
+@pytest.mark.parametrize(("plain", "bits", "three"), KINDS, ids=["codes", "3bit", "plain"])
+def test_a_killed_conversion_goes_on_with_what_was_finished(
+    plain: bool, bits: int, three: bool, tmp_path: Path
+) -> None:
+    source = write_checkpoint(
+        tmp_path / "m", 3, num_hidden_layers=LAYERS, dense=plain, expert_bits=4
+    )
+    whole = Run(source, tmp_path / "whole", bits=bits, three=three)
+    sound = contents(tmp_path / "whole")
+    rng, went_on = random.Random(bits + three), 0
+    for number, at in enumerate(sorted(rng.sample(range(1, whole.calls + 1), 3))):
+        folder = tmp_path / f"r{number}"
+        folder.mkdir()
+        finished: list[set[str]] = []
+        # Killed again and again, each time a little further into what was left.
+        for further in (at, rng.randint(at // 2 + 1, whole.calls)):
+            run = Run(source, folder / "s", further, bits, three)
+            for path in run.written:
+                assert not any(path in files for files in finished), f"{path} again at {further}"
+            finished = journals(folder) if run.killed else []
+            went_on += bool(finished)
+        run = Run(source, folder / "s", 0, bits, three)
+        assert not any(path in files for path in run.written for files in finished)
+        assert contents(folder / "s") == sound
+        assert [path.name for path in folder.iterdir()] == ["s"]
+    assert went_on
+
+
+def killed(source: Path, target: Path, bits: int = 0) -> Path:
+    """The folder of a conversion that was killed when half of its layers were there."""
+    calls = Run(source, target.parent.parent / f"counted-{target.name}", bits=bits).calls
+    assert Run(source, target, calls * 2 // 3, bits).killed
+    [partial] = target.parent.glob(f".{target.name}.partial-*")
+    [files] = journals(partial)
+    assert 2 <= len(files) <= LAYERS
+    return partial
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    (tmp_path / "d").mkdir()
+    return write_checkpoint(tmp_path / "m", 3, num_hidden_layers=LAYERS)
+
+
+def written(source: Path, target: Path, bits: int = 0) -> int:
+    """How many files a conversion writes that goes to its end."""
+    run = Run(source, target, bits=bits)
+    assert verify(Store.open(target)).ok
+    assert [path.name for path in target.parent.iterdir() if "partial" in path.name] == []
+    return len(run.written)
+
+
+def damage_journal(partial: Path, **changes: Any) -> None:
+    path = partial / JOURNAL
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize("what", ["text", "key", "files", "checksums", "nothing"])
+def test_a_journal_that_does_not_fit_is_thrown_away(
+    what: str, source: Path, tmp_path: Path
+) -> None:
+    partial = killed(source, tmp_path / "d" / "s")
+    if what == "text":
+        (partial / JOURNAL).write_text('{"key": ')
+    elif what == "key":
+        damage_journal(partial, key="0" * 64)
+    elif what == "files":
+        damage_journal(partial, files=["resident.bin"])
+    elif what == "checksums":
+        damage_journal(partial, files={"resident.bin": [1 << 40]})
+    else:
+        (partial / JOURNAL).unlink()
+    assert written(source, tmp_path / "d" / "s") == LAYERS + 1
+
+
+def test_another_source_layout_or_quantisation_begins_anew(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "d" / "s"
+    killed(source, target)
+    os.utime(source / "model.safetensors", (1, 1))
+    assert written(source, target) == LAYERS + 1
+    plain = write_checkpoint(tmp_path / "p", 3, num_hidden_layers=LAYERS, dense=True)
+    killed(plain, tmp_path / "d" / "t", bits=4)
+    assert written(plain, tmp_path / "d" / "t", bits=5) == LAYERS + 1
+    killed(source, tmp_path / "d" / "u")
+    assert convert(source, tmp_path / "d" / "u", layout="row").layout.layout == "row"
+
+
+def test_a_finished_file_that_is_gone_or_shorter_is_written_again(
+    source: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "d" / "s"
+    partial = killed(source, target)
+    kept = journals(partial)[0]
+    (partial / "resident.bin").unlink()
+    os.truncate(partial / "experts" / "layer_000.bin", 4096)
+    assert written(source, target) == LAYERS + 1 - (len(kept) - 2)
+
+
+def test_a_failure_in_what_is_gone_on_with_leaves_nothing(source: Path, tmp_path: Path) -> None:
+    killed(source, tmp_path / "d" / "s")
+
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, tmp_path / "d" / "s", progress=stop)
+    assert list((tmp_path / "d").iterdir()) == []
+
+
+def test_what_is_there_needs_no_room(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    partial, asked = killed(source, tmp_path / "d" / "s"), list[int]()
+    there = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
+
+    def refuse(folder: Path, nbytes: int, hint: str) -> None:
+        asked.append(nbytes)
+        raise StoreError("no room")
+
+    monkeypatch.setattr("aegis.convert.convert.check_space", refuse)
+    for name in ("s", "other"):
+        with pytest.raises(StoreError, match="no room"):
+            convert(source, tmp_path / "d" / name)
+    assert asked[1] - asked[0] == there > 0
+    assert partial.is_dir()  # Once there is room it is gone on with.
+
+
+def test_two_at_once_go_on_with_one(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "d" / "s"
+    killed(source, target)
+    command = [sys.executable, "-u", "-c", CHILD, str(source), str(target), "0", "0", "no"]
+    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+    both = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    lines = [process.communicate()[0].count("writes") for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert min(lines) == 0
+    assert 0 < max(lines) <= LAYERS - 1
+    assert verify(Store.open(target)).ok
+    assert [path.name for path in target.parent.iterdir() if "partial" in path.name] == []
+
+
+def test_what_may_be_gone_on_with_stays_for_a_week(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others convert beside it, and open stores of the same cache."""
+    monkeypatch.setenv("AEGIS_CACHE", str(tmp_path / "d"))
+    partial = killed(source, cached_store_path(source))
+    other = write_checkpoint(tmp_path / "other", 9)
+    for _ in range(2):  # Converts, then opens.
+        ensure_store(other)
+        assert partial.is_dir()
+    week = time.time() - 8 * 24 * 3600
+    os.utime(partial / JOURNAL, (week, week))
+    ensure_store(other)
+    assert not partial.exists()
+
+
+def test_what_is_left_of_a_store_that_is_there_is_deleted(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "d" / "s"
+    store = convert(source, tmp_path / "d" / "t")
+    killed(source, target)
+    store.path.rename(target)
+    remove_remains(target)
+    assert [path.name for path in target.parent.glob(".*")] == []
+    assert convert(source, target).path == target
