@@ -15,6 +15,7 @@ from typing import Any, get_args
 
 from aegis.checkpoint.config import COPIED_FILES, ModelConfig
 from aegis.checkpoint.layout import (
+    BIASES,
     PARTS,
     ExpertGeometry,
     ResidentTensor,
@@ -160,7 +161,8 @@ def _decode_body(body: Mapping[str, Any], where: str) -> Manifest:
     tensors = {_a(str, entry["name"]): _shape_format(entry) for entry in entries}
     resident, resident_nbytes = place_resident(tensors, kind)
     segments = _a(dict, _a(dict, body["experts"])["segments"])
-    parts = {part: _matrix(_a(dict, segments[part])) for part in PARTS}
+    names = [*PARTS, *filter(segments.__contains__, BIASES)]
+    parts = {name: _segment(name, _a(dict, segments[name])) for name in names}
     experts = place_experts(parts, kind)
     layout = StoreLayout(
         config=ModelConfig(_a(dict, body["config"]), where),
@@ -229,11 +231,11 @@ def _size_crc32(entry: Any) -> tuple[int, int]:
 def _shape_format(entry: Mapping[str, Any]) -> tuple[tuple[int, ...], Format]:
     shape = tuple(_whole(size, 1, 1 << 40) for size in _a(list, entry["shape"]))
     fmt = _a(dict, entry["format"])
-    kind = _one_of(fmt["kind"], ("dense", "affine"))
+    kind = _one_of(fmt["kind"], ("dense", "affine", "mxfp4"))
     most = (0, 0) if kind == "dense" else (32, 1 << 20)
     found = Format(
         kind,
-        _one_of(fmt["dtype"], ("bf16", "f16", "f32")),
+        _one_of(fmt["dtype"], ("bf16", "f16", "f32", "e8m0")),
         _whole(fmt["bits"], 0, most[0]),
         _whole(fmt["group_size"], 0, most[1]),
     )
@@ -243,8 +245,8 @@ def _shape_format(entry: Mapping[str, Any]) -> tuple[tuple[int, ...], Format]:
     return shape, found
 
 
-def _matrix(entry: Mapping[str, Any]) -> tuple[tuple[int, int], Format]:
+def _segment(name: str, entry: Mapping[str, Any]) -> tuple[tuple[int, ...], Format]:
     shape, fmt = _shape_format(entry)
-    if len(shape) != 2:
-        raise FormatError(f"an expert's matrix has the shape {list(shape)}")
-    return (shape[0], shape[1]), fmt
+    if len(shape) != (1 if name in BIASES else 2):
+        raise FormatError(f"an expert's {name} has the shape {list(shape)}")
+    return shape, fmt

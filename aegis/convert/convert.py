@@ -20,7 +20,7 @@ from aegis.checkpoint.fileio import (
     sync_folder,
     write_file,
 )
-from aegis.checkpoint.layout import PARTS, ExpertGeometry, StoreLayout
+from aegis.checkpoint.layout import ExpertGeometry, StoreLayout
 from aegis.checkpoint.manifest import Checksums, Manifest, encode
 from aegis.checkpoint.source import Checkpoint
 from aegis.checkpoint.store import EXPERT_FOLDERS, MANIFEST, RESIDENT, Store, expert_file, is_store
@@ -272,8 +272,8 @@ class _Job:
         """Padding is zero from the start and never written, so every record is deterministic."""
         layout = self._plan.layout
         align = RESIDENT_ALIGN if layout == "il16" else RECORD_ALIGN
-        for part in PARTS:
-            segment, source = geometry.segments[part], sources[part]
+        for part, segment in geometry.segments.items():
+            source = sources[part]
             weight, first = source.of(expert)
             rows = range(first, first + source.rows)
             offset = segment.offset

@@ -37,6 +37,8 @@ _KEPT_NBYTES = 8 << 20
 """Scales and biases that may wait in memory behind their codes."""
 
 _EXPONENT = {"bf16": 0x7F80, "f16": 0x7C00, "f32": 0x7F800000}
+_MOST_E8M0 = 252
+"""A scale of which the largest code still makes a finite float32."""
 
 
 class Streams:
@@ -204,7 +206,7 @@ def _read_part(
 ) -> Raw:
     """Rows of one of a weight's tensors as [rows, items]; code words at ``bits`` per code."""
     raw = _read_numbers(streams, role, weight, index, rows)
-    if weight.format.kind == "affine" and index == 0:
+    if weight.format.kind != "dense" and index == 0:
         return repack_codes(raw, weight.format.bits, bits)
     _refuse_not_finite(raw, weight.format, weight.tensors[index])
     return raw
@@ -231,14 +233,19 @@ def _read_numbers(
         for place in weight.places(rows)
     ]
     data = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-    words = weight.format.kind == "affine" and index == 0
+    words = weight.format.kind != "dense" and index == 0
     raw: Raw = data.view(np.uint32 if words else raw_dtype(weight.format))
-    return raw.reshape(len(rows), -1)
+    turn, turns = weight.turn
+    return raw.reshape(len(rows), turns, -1)[:, turn]
 
 
 def _refuse_not_finite(raw: Raw, fmt: Format, tensor: TensorInfo, how: str = "") -> None:
-    mask = raw.dtype.type(_EXPONENT[fmt.dtype])
-    if ((raw & mask) == mask).any():
+    if fmt.dtype == "e8m0":
+        wrong = raw > _MOST_E8M0
+    else:
+        mask = raw.dtype.type(_EXPONENT[fmt.dtype])
+        wrong = (raw & mask) == mask
+    if wrong.any():
         raise CheckpointError(
             f"{tensor.name} in {tensor.path} holds values that are not finite{how} (NaN or"
             " infinity); the checkpoint is damaged"
