@@ -86,7 +86,7 @@ void attend_block(const AttentionUnit& unit, int64_t, float* partials, int64_t l
   for (int head = 0; head < unit.heads; ++head)
     fill(partials + head * ld_partial, unit.value_dim + kPartialHead, seen);
 }
-void merge_blocks(const float* partials, int64_t blocks, int64_t dim, float* out) {
+void merge_blocks(const float* partials, int64_t blocks, int64_t dim, const float*, float* out) {
   fill(out, dim, touch(partials, blocks * (dim + kPartialHead)));
 }
 void route(const float* logits, int n, int k, const RouterRule&, int32_t* ids, float* weights) {

@@ -1,11 +1,13 @@
 // Linear kernels of one instruction set. The order of the sum is part of the format:
 //   per row and group of 64: chain A over k = 0..31, chain B over 32..63, acc = fma(code, x, acc);
 //   g = A + B; total = fma(scale, g, total); total = fma(bias, sum of x, total); groups in order.
+// In mxfp4 each chain is a group: total = fma(scale, A, total); total = fma(next scale, B, total).
 // Lanes are rows, so neither the number of tokens nor the split over threads can change a bit.
 #pragma once
 
 #include "kernel_table.h"
 #include "masked.h"
+#include "mxfp4.h"
 #include "unpack.h"
 #include "vmath.h"
 
@@ -39,10 +41,14 @@ AEGIS_INLINE void emit(const TileArgs& args, int t, int64_t block, f32x16 y) {
     store_first(out, y, n);
 }
 
+// The two chains of a block onto the total; its second parameter is a bias, or the scale of b.
 template <class W>
-AEGIS_INLINE f32x16 fold(f32x16 g, f32x16 scale, f32x16 bias, float sum, f32x16 total) {
+AEGIS_INLINE f32x16 fold(f32x16 a, f32x16 b, f32x16 scale, f32x16 second, float sum, f32x16 total) {
+  if (kScalePerChain<W>) return fma(second, b, fma(scale, a, total));
+  f32x16 g = add(a, b);
+  if (W::scaled) g = mul(g, set1(kUnscale));
   if (!W::affine) return add(total, g);
-  return fma(bias, set1(sum), fma(scale, g, total));
+  return fma(second, set1(sum), fma(scale, g, total));
 }
 
 // Bytes of one block and of its scales, and their type: from the policy where it has them.
@@ -86,11 +92,8 @@ AEGIS_INLINE void direct_groups(const W& policy, const TileArgs& args, const uin
     const uint8_t* params = block + n * step;
     const f32x16 scale = W::affine ? load_number(params, shape.dtype) : zero();
     const f32x16 bias = W::affine ? load_number(params + param, shape.dtype) : zero();
-    for (int t = 0; t < NT; ++t) {
-      f32x16 sum = add(a[t][n], b[t][n]);
-      if (W::scaled) sum = mul(sum, set1(kUnscale));
-      total[t] = fold<W>(sum, scale, bias, args.sums[t][g + n], total[t]);
-    }
+    for (int t = 0; t < NT; ++t)
+      total[t] = fold<W>(a[t][n], b[t][n], scale, bias, args.sums[t][g + n], total[t]);
   }
 }
 
@@ -155,8 +158,8 @@ AEGIS_INLINE void tile(const TileArgs& args, Panel& panel, int t0, int64_t g) {
   for (int t = 0; t < NT; ++t)
     for (int n = 0; n < NB; ++n) {
       float* total = panel.totals[t0 + t][n];
-      const f32x16 sum = add(load(first[t][n]), acc[t][n]);
-      store(total, fold<W>(sum, panel.scale[n], panel.bias[n], args.sums[t0 + t][g], load(total)));
+      store(total, fold<W>(load(first[t][n]), acc[t][n], panel.scale[n], panel.bias[n],
+                           args.sums[t0 + t][g], load(total)));
     }
 }
 
@@ -226,6 +229,8 @@ static void linear_tile(const TileArgs& args) {
       return linear_of<Affine3>(args);
     case Kind::affine8:
       return linear_of<Affine8>(args);
+    case Kind::mxfp4:
+      return linear_of<Mxfp4>(args);
     case Kind::dense:
       break;
   }
@@ -235,6 +240,7 @@ static void linear_tile(const TileArgs& args) {
     case DType::f16:
       return linear_of<Dense<DType::f16>>(args);
     case DType::f32:
+    case DType::e8m0:  // of no dense weight
       return linear_of<Dense<DType::f32>>(args);
   }
 }
@@ -249,6 +255,16 @@ static void row_sums(const float* x, int64_t n, float* sums) {
 
 static void silu_mul(const float* gate, const float* up, float* out, int64_t n) {
   for (int64_t i = 0; i < n; i += kLanes) store(out + i, mul(silu(load(gate + i)), load(up + i)));
+}
+
+static void clamped_swiglu(const float* gate, const float* up, SwigluClamp clamp, float* out, int64_t n) {
+  // Constants come first, so that a NaN passes through.
+  const f32x16 most = set1(clamp.limit), least = set1(-clamp.limit), alpha = set1(clamp.alpha);
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const f32x16 g = min(most, load(gate + i));
+    const f32x16 u = max(least, min(most, load(up + i)));
+    store(out + i, mul(mul(g, sigmoid(mul(alpha, g))), add(u, set1(1.0f))));
+  }
 }
 
 static void axpy(float weight, const float* x, float* y, int64_t n) {
@@ -299,6 +315,7 @@ static KernelTable make_table(const char* name) {
 #endif
   table.row_sums = row_sums;
   table.silu_mul = silu_mul;
+  table.clamped_swiglu = clamped_swiglu;
   table.axpy = axpy;
   table.sigmoid = sigmoid_of;
   table.read_probe = read_probe;

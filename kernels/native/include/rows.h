@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention.h"
+#include "mxfp4.h"
 #include "vmath.h"
 
 namespace aegis::AEGIS_ISA {
@@ -15,16 +16,7 @@ AEGIS_INLINE uint32_t lane_word(const uint8_t* words, int j, int lane) {
 // The number of lane `lane` in 16 stored numbers.
 AEGIS_INLINE float lane_number(const uint8_t* numbers, int lane, DType dtype) {
   float t[16];
-  switch (dtype) {
-    case DType::bf16:
-      store(t, load_bf16((const uint16_t*)numbers));
-      break;
-    case DType::f16:
-      store(t, load_f16((const uint16_t*)numbers));
-      break;
-    default:
-      store(t, load((const float*)numbers));
-  }
+  store(t, load_number(numbers, dtype));
   return t[lane];
 }
 
@@ -67,11 +59,17 @@ static void table_row(const LinearDesc& format, const uint8_t* row_block, int la
     const uint8_t* words = block + 2 * kLanes * number;
     float codes[kGroup];
     if (format.kind == Kind::affine3) lane_codes3(words, lane, codes);
-    if (format.kind == Kind::affine4) lane_codes<4>(words, lane, codes);
+    if (format.code_bits() == 4) lane_codes<4>(words, lane, codes);
     if (format.kind == Kind::affine8) lane_codes<8>(words, lane, codes);
     const f32x16 scale = set1(lane_number(block, lane, format.dtype));
-    const f32x16 bias = set1(lane_number(block + kLanes * number, lane, format.dtype));
-    for (int k = 0; k < kGroup; k += 16) store(out + k, fma(scale, load(codes + k), bias));
+    const f32x16 second = set1(lane_number(block + kLanes * number, lane, format.dtype));
+    if (format.kind == Kind::mxfp4) {
+      for (int k = 0; k < kGroup; ++k) codes[k] = kE2M1[(int)codes[k]];
+      for (int k = 0; k < kGroup; k += 16)
+        store(out + k, mul(k < kGroup / 2 ? scale : second, load(codes + k)));
+      continue;
+    }
+    for (int k = 0; k < kGroup; k += 16) store(out + k, fma(scale, load(codes + k), second));
   }
 }
 
