@@ -3,8 +3,8 @@
 A checkpoint tensor ("MLX arrays") is either dense, an array of raw numbers, or affine, three
 arrays: code words uint32 [rows, in * bits / 32], and scales and biases [rows, in / group_size], or
 mxfp4, the same without biases. Raw numbers of bf16 and f16 are uint16 arrays, those of f32 uint32
-arrays, those of e8m0 uint8 arrays, so that nothing is ever rounded by accident. ``pack`` turns these into the bytes of a stored tensor and ``unpack`` turns
-them back.
+arrays, those of e8m0 uint8 arrays, so that nothing is ever rounded by accident. ``pack`` turns
+these into the bytes of a stored tensor and ``unpack`` turns them back.
 
 Packing a range of rows that starts on a multiple of 16 gives exactly the bytes of those rows in
 layout il16, so large tensors can be packed in pieces.

@@ -32,9 +32,10 @@ def source_values(weight: SourceWeight) -> F32:
     arrays = []
     for index, tensor in enumerate(weight.tensors):
         data = np.fromfile(tensor.path, np.uint8, tensor.nbytes, offset=tensor.offset)
-        codes = index == 0 and weight.format.kind == "affine"
+        codes = index == 0 and weight.format.kind != "dense"
         raw = data.view(np.uint32 if codes else raw_dtype(weight.format))
-        arrays.append(raw.reshape(weight.source_rows or weight.shape[0], -1))
+        rows = raw.reshape(weight.source_rows or weight.shape[0], -1)
+        arrays.append(rows[weight.turn[0] :: weight.turn[1]])
     values = dequantize_mlx(MlxArrays(*arrays), weight.format)
     if weight.rows:
         values = values[np.concatenate([np.arange(*rows) for rows in weight.rows])]
@@ -48,7 +49,9 @@ def raw_tensors(path: Path) -> dict[str, tuple[str, NDArray[Any]]]:
     tensors = {}
     for name, info in Checkpoint.open(path).tensors.items():
         data = np.fromfile(info.path, np.uint8, info.nbytes, offset=info.offset)
-        raw = data.view(np.uint32 if info.dtype in ("U32", "F32") else np.uint16)
+        raw = data.view(
+            {"U32": np.uint32, "F32": np.uint32, "U8": np.uint8}.get(info.dtype, np.uint16)
+        )
         tensors[name] = (info.dtype, raw.reshape(info.shape))
     return tensors
 

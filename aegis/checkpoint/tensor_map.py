@@ -49,7 +49,7 @@ class ResidentName:
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """The routed experts: stacked in one tensor per matrix, one module per expert, fused, or blocks.
+    """The routed experts: one tensor per matrix, one module per expert, fused, or blocks.
 
     The templates have the fields ``{layer}``, ``{part}`` and (separate) ``{expert}``.
     """

@@ -1,8 +1,9 @@
 """What each weight of a plain checkpoint becomes when it is quantised while it is converted.
 
 The choice is that of ``mlx_lm.convert``: every matrix whose inputs come in whole groups, embedding
-and head included, at the width that was asked for; but what a family's rules except, and what is mxfp4
-already. Numbers are first rounded to the type that the config names, those that stay plain too.
+and head included, at the width that was asked for; but what a family's rules except, and what is
+mxfp4 already. Numbers are first rounded to the type that the config names, those that stay plain
+too.
 """
 
 from __future__ import annotations

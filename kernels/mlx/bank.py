@@ -41,10 +41,7 @@ class Bank:
         row, each = self._sources(slots.shape[0])
         gate, up = self._enter(x[None], slots, None, row)
         shares = weights.reshape(-1, 1, 1)
-        if self._mixed:
-            inner = mixed_swiglu(gate, up, shares)
-        else:
-            inner = self._swiglu(gate, up) * shares
+        inner = mixed_swiglu(gate, up, shares) if self._mixed else self._swiglu(gate, up) * shares
         out = self._down(inner, slots, None, each)
         if self._biases:
             out = out + self._bias(1, slots, None) * shares

@@ -15,15 +15,19 @@ constexpr int64_t kHidden = 128, kInner = 64, kSharedInner = 128, kExperts = 9, 
 
 // Experts in slots, behind each other in reverse order.
 struct Slots {
-  Slots(Random& random, Kind gate, Kind down, DType dtype)
-      : stride(0), bytes((make(gate, down, dtype), kExperts * stride)) {
+  Slots(Random& random, Kind gate, Kind down, DType dtype, bool biases)
+      : stride(0), bytes((make(gate, down, dtype, biases), kExperts * stride)) {
     for (int64_t slot = 0; slot < kExperts; ++slot)
-      for (const LinearDesc* each : {&parts.gate, &parts.up, &parts.down})
-        fill_weight(random, *each,
-                    bytes.data() + slot * stride + reinterpret_cast<uintptr_t>(each->data));
+      for (const LinearDesc* each : {&parts.gate, &parts.up, &parts.down}) {
+        uint8_t* record = bytes.data() + slot * stride;
+        fill_weight(random, *each, record + reinterpret_cast<uintptr_t>(each->data));
+        if (!each->bias) continue;
+        const std::vector<float> bias = numbers(random, each->rows);
+        std::memcpy(record + reinterpret_cast<uintptr_t>(each->bias), bias.data(), bias.size() * 4);
+      }
   }
 
-  void make(Kind gate, Kind down, DType dtype) {
+  void make(Kind gate, Kind down, DType dtype, bool biases) {
     for (LinearDesc* each : {&parts.gate, &parts.up, &parts.down}) {
       const bool last = each == &parts.down;
       each->rows = last ? kHidden : kInner;
@@ -32,6 +36,11 @@ struct Slots {
       each->dtype = dtype;
       each->data = reinterpret_cast<const uint8_t*>(static_cast<uintptr_t>(stride));
       stride += (each->nbytes() + 63) / 64 * 64;
+    }
+    for (LinearDesc* each : {&parts.gate, &parts.up, &parts.down}) {
+      if (!biases) break;
+      each->bias = reinterpret_cast<const float*>(static_cast<uintptr_t>(stride));
+      stride += each->rows * 4;
     }
     stride += 64;
   }
@@ -87,8 +96,9 @@ std::vector<float> run(aegis::Experts& block, const Call& call, int64_t tokens, 
   return x;
 }
 
-void experts_case(aegis::Pool& pool, Random& random, Kind gate, Kind down, DType dtype, int shared) {
-  Slots slots(random, gate, down, dtype);
+void experts_case(aegis::Pool& pool, Random& random, Kind gate, Kind down, DType dtype, int shared,
+                  bool clamped = false) {
+  Slots slots(random, gate, down, dtype, clamped);
   const Weight shared_gate(random, kSharedInner, kHidden, gate, dtype);
   const Weight shared_up(random, kSharedInner, kHidden, gate, dtype);
   const Weight shared_down(random, kHidden, kSharedInner, down, dtype);
@@ -100,7 +110,8 @@ void experts_case(aegis::Pool& pool, Random& random, Kind gate, Kind down, DType
   Bytes scratch(nbytes);
   aegis::Experts block(pool, shape, {slots.bytes.data(), slots.stride, kExperts}, slots.parts,
                        shared ? &shared_parts : nullptr, shared == 2 ? &sigmoid_gate.desc : nullptr,
-                       scratch.data(), nbytes, shared == 1 ? 0.22f : 1.0f);
+                       scratch.data(), nbytes, shared == 1 ? 0.22f : 1.0f,
+                       clamped ? std::optional<aegis::SwigluClamp>({0.75f, 1.702f}) : std::nullopt);
   const std::string name = std::string("experts ") + name_of(gate) + " " + name_of(down) + " " +
                            name_of(dtype) + (shared == 2 ? " gated" : shared ? " shared" : "");
   for (Range range : {Range::ordinary, Range::wide, Range::tiny})
@@ -126,6 +137,7 @@ void experts_cases(aegis::Pool& pool) {
   experts_case(pool, random, Kind::affine3, Kind::affine4, DType::bf16, 1);
   experts_case(pool, random, Kind::affine3, Kind::affine3, DType::f32, 0);
   experts_case(pool, random, Kind::affine8, Kind::dense, DType::bf16, 2);
+  experts_case(pool, random, Kind::mxfp4, Kind::mxfp4, DType::e8m0, 0, true);
 }
 
 void crc_cases() {

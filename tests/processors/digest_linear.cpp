@@ -95,26 +95,48 @@ void linear_case(aegis::Pool& pool, const Weight& weight, Range range, bool ever
   }
 }
 
+void kind_cases(aegis::Pool& pool, Random& random, Kind kind, DType dtype) {
+  for (int64_t rows : {1, 9, 48}) {
+    const std::string name = std::string("linear ") + name_of(kind) + " " + name_of(dtype) + " " +
+                             std::to_string(rows) + " ";
+    const Weight weight(random, rows, kIn, kind, dtype);
+    for (Range range : {Range::ordinary, Range::wide, Range::tiny, Range::edges})
+      linear_case(pool, weight, range, range == Range::ordinary, name + name_of(range));
+    const Weight with_bias(random, rows, kIn, kind, dtype, true);
+    linear_case(pool, with_bias, Range::ordinary, false, name + "with bias");
+  }
+}
+
+// Large enough to be shared out.
+void shared_case(aegis::Pool& pool, Random& random, Kind kind, DType dtype) {
+  const Weight weight(random, 192, 512, kind, dtype);
+  linear_case(pool, weight, Range::ordinary, false, std::string("linear shared ") + name_of(kind));
+}
+
+void table_case(Random& random, Kind kind, DType dtype) {
+  const Weight table(random, 48, kIn, kind, dtype);
+  std::vector<float> row(kIn);
+  Digest digest;
+  for (int64_t id = 0; id < 48; ++id) {
+    const uint8_t* block = table.desc.data + id / aegis::kLanes * table.desc.row_block_nbytes();
+    kernels_only([&] {
+      const int lane = static_cast<int>(id % aegis::kLanes);
+      kernels().attention.table_row(table.desc, block, lane, row.data());
+    });
+    digest.add(row.data(), kIn);
+  }
+  report(std::string("table ") + name_of(kind) + " " + name_of(dtype), digest);
+}
+
 }  // namespace
 
 void linear_cases(aegis::Pool& pool) {
   Random random(1);
   for (Kind kind : kKinds)
-    for (DType dtype : kDTypes)
-      for (int64_t rows : {1, 9, 48}) {
-        const std::string name = std::string("linear ") + name_of(kind) + " " + name_of(dtype) + " " +
-                                 std::to_string(rows) + " ";
-        const Weight weight(random, rows, kIn, kind, dtype);
-        for (Range range : {Range::ordinary, Range::wide, Range::tiny, Range::edges})
-          linear_case(pool, weight, range, range == Range::ordinary, name + name_of(range));
-        const Weight with_bias(random, rows, kIn, kind, dtype, true);
-        linear_case(pool, with_bias, Range::ordinary, false, name + "with bias");
-      }
-  // Large enough to be shared out.
-  for (Kind kind : kKinds) {
-    const Weight weight(random, 192, 512, kind, DType::bf16);
-    linear_case(pool, weight, Range::ordinary, false, std::string("linear shared ") + name_of(kind));
-  }
+    for (DType dtype : kDTypes) kind_cases(pool, random, kind, dtype);
+  for (Kind kind : kKinds) shared_case(pool, random, kind, DType::bf16);
+  kind_cases(pool, random, Kind::mxfp4, DType::e8m0);
+  shared_case(pool, random, Kind::mxfp4, DType::e8m0);
 }
 
 void vector_cases() {
@@ -122,10 +144,11 @@ void vector_cases() {
   for (Range range : {Range::ordinary, Range::wide, Range::tiny, Range::edges}) {
     constexpr int64_t n = 1024;
     const std::vector<float> a = numbers(random, n, range), b = numbers(random, n, range);
-    std::vector<float> out(n), sums(n / aegis::kGroup), gates(n), accumulated = b;
+    std::vector<float> out(n), sums(n / aegis::kGroup), gates(n), accumulated = b, clamped(n);
     kernels_only([&] {
       kernels().row_sums(a.data(), n, sums.data());
       kernels().silu_mul(a.data(), b.data(), out.data(), n);
+      kernels().clamped_swiglu(a.data(), b.data(), {0.75f, 1.702f}, clamped.data(), n);
       kernels().axpy(a[0], a.data(), accumulated.data(), n);
       for (int64_t i = 0; i < n; ++i) gates[i] = kernels().sigmoid(a[i]);
     });
@@ -135,26 +158,17 @@ void vector_cases() {
     digest.add(accumulated.data(), n);
     digest.add(gates.data(), n);
     report(std::string("vectors ") + name_of(range), digest);
+    Digest of_clamped;
+    of_clamped.add(clamped.data(), n);
+    report(std::string("clamped swiglu ") + name_of(range), of_clamped);
   }
 }
 
 void table_cases() {
   Random random(3);
   for (Kind kind : kKinds)
-    for (DType dtype : kDTypes) {
-      const Weight table(random, 48, kIn, kind, dtype);
-      std::vector<float> row(kIn);
-      Digest digest;
-      for (int64_t id = 0; id < 48; ++id) {
-        const uint8_t* block = table.desc.data + id / aegis::kLanes * table.desc.row_block_nbytes();
-        kernels_only([&] {
-          const int lane = static_cast<int>(id % aegis::kLanes);
-          kernels().attention.table_row(table.desc, block, lane, row.data());
-        });
-        digest.add(row.data(), kIn);
-      }
-      report(std::string("table ") + name_of(kind) + " " + name_of(dtype), digest);
-    }
+    for (DType dtype : kDTypes) table_case(random, kind, dtype);
+  table_case(random, Kind::mxfp4, DType::e8m0);
 }
 
 }  // namespace digest
