@@ -366,10 +366,10 @@ def dequantize_mlx(arrays: MlxArrays, fmt: Format) -> F32:
     """
     if fmt.kind == "dense":
         return to_f32(arrays.weight, fmt)
-    params = [to_f32(raw, fmt)[..., None] for raw in _params(arrays, fmt)]
+    scales, *biases = (to_f32(raw, fmt)[..., None] for raw in _params(arrays, fmt))
     codes = unpack_codes(arrays.weight, fmt.bits)
     grouped = codes.reshape(*codes.shape[:-1], -1, fmt.group_size)
-    values = E2M1[grouped] * params[0] if fmt.kind == "mxfp4" else _affine(grouped, *params, fmt)
+    values = _affine(grouped, scales, biases[0], fmt) if biases else E2M1[grouped] * scales
     return values.reshape(codes.shape)
 
 

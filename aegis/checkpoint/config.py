@@ -271,7 +271,8 @@ def _quant_spec(
                 f" {least} to {most}"
             )
         values.append(value)
-    return QuantSpec(*values, mode)
+    bits, group_size = values
+    return QuantSpec(bits, group_size, mode)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -267,6 +267,7 @@ class _Finder:
         turn = (0, 1) if part.startswith("down_proj") else (int(part.startswith("up_proj")), 2)
         (rows, *inputs), count = names.shapes[part], names.num_experts
         whole = (count, turn[1] * rows)
+        tensors: tuple[TensorInfo, ...]
         if inputs:
             tensors = (self._take(f"{name}_blocks"), self._take(f"{name}_scales"))
             groups, fmt = inputs[0] // MXFP4.group_size, MXFP4

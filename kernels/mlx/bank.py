@@ -13,7 +13,7 @@ import mlx.core as mx
 from aegis.kernels.base import ExpertsSpec, Segment
 from aegis.kernels.mlx.device import Traits
 from aegis.kernels.mlx.linear import activation, halves, mixed_swiglu
-from aegis.kernels.mlx.memory import Arrays
+from aegis.kernels.mlx.memory import Arrays, quantised
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -109,7 +109,7 @@ class _Matrix:
             return mx.gather_mm(x, matrices, lhs_indices=source, rhs_indices=which)
         return mx.gather_qmm(
             x,
-            *arrays,
+            *quantised(arrays),
             lhs_indices=source,
             rhs_indices=which,
             transpose=True,

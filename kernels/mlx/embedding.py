@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from aegis.kernels.base import Format, Layout, Weight
 from aegis.kernels.mlx import device
 from aegis.kernels.mlx.device import Traits
-from aegis.kernels.mlx.memory import MlxMemory
+from aegis.kernels.mlx.memory import MlxMemory, quantised
 from aegis.kernels.sizes import dtype_nbytes
 
 
@@ -57,8 +57,7 @@ class MlxEmbedding:
         fmt = self._format
         params = [array.astype(dtype) if fmt.kind == "affine" else array for array in rows[1:]]
         numbers = mx.dequantize(
-            rows[0],
-            *params,
+            *quantised((rows[0], *params)),
             group_size=fmt.group_size,
             bits=fmt.bits,
             mode=fmt.kind,

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from aegis.kernels.base import SwigluClamp, Weight
 from aegis.kernels.mlx.device import Traits
-from aegis.kernels.mlx.memory import Arrays, MlxMemory
+from aegis.kernels.mlx.memory import Arrays, MlxMemory, quantised
 
 
 class Linear:
@@ -40,7 +40,7 @@ class Linear:
             if self._by_index and x.shape[0] > 1:
                 out = mx.gather_qmm(
                     x,
-                    *(array[None] for array in self._arrays),
+                    *quantised(tuple(array[None] for array in self._arrays)),
                     rhs_indices=mx.array(0, mx.uint32),
                     group_size=fmt.group_size,
                     bits=fmt.bits,
@@ -48,7 +48,11 @@ class Linear:
                 )
             else:
                 out = mx.quantized_matmul(
-                    x, *self._arrays, group_size=fmt.group_size, bits=fmt.bits, mode=fmt.kind
+                    x,
+                    *quantised(self._arrays),
+                    group_size=fmt.group_size,
+                    bits=fmt.bits,
+                    mode=fmt.kind,
                 )
         if out.dtype != self._dtype:
             out = out.astype(self._dtype)
@@ -84,7 +88,7 @@ class ByHead:
         which = mx.arange(self._heads * tiles, dtype=mx.uint32) // tiles
         return mx.gather_qmm(
             x,
-            *self._arrays,
+            *quantised(self._arrays),
             rhs_indices=which,
             transpose=True,
             group_size=self._format.group_size,

@@ -32,6 +32,11 @@ what is dense."""
 _OF_ONE_INPUT = ("gate_proj", "up_proj", "gate_proj.bias", "up_proj.bias")
 
 
+def quantised(arrays: Arrays) -> tuple[mx.array, mx.array, mx.array | None]:
+    """Codes, scales and, if there are any, biases, as MLX's operations take them."""
+    return arrays[0], arrays[1], arrays[2] if len(arrays) > 2 else None
+
+
 def host_view(array: mx.array) -> NDArray[Any]:
     """The array's memory, writable, of the array's shape."""
     mx.eval(array)
