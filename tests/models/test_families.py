@@ -84,6 +84,7 @@ REFUSED = {
     "scoring_func": "sigmoid",
     "position_embedding_type": "nope",
     "shared_intermediate_size": 512,
+    "swiglu_limit": 7.0,
 }
 
 
@@ -97,6 +98,7 @@ IMPLEMENTED = {
         "routed_scaling_factor",
         "scoring_func",
     },
+    "gpt_oss": {"attention_bias", "rope_scaling", "swiglu_limit"},
     "qwen3_5_moe": {"partial_rotary_factor"},
     "qwen3_next": {"partial_rotary_factor", *HAS_DENSE_LAYERS},
     "deepseek_v3": {"rope_scaling", "routed_scaling_factor", "scoring_func"},
