@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("aegis.kernels.native._native", exc_type=ImportError)
 
 from attention_tools import same_bits, workspace
-from native_tools import fmt_of, isa, random_arrays, stored
+from native_tools import MX, fmt_of, isa, random_arrays, stored
 
 from aegis.kernels import formats
 from aegis.kernels.base import Weight
@@ -18,6 +18,7 @@ from aegis.kernels.native.embedding import NativeEmbedding
 VOCAB, HIDDEN = 43, 192
 IDS = np.array([0, 42, 15, 16, 17, 31, 32, 7, 7], np.int32)
 FORMATS = [(bits, dtype) for bits in (3, 4, 8, 0) for dtype in ("bf16", "f16", "f32")]
+FORMATS.append((MX, "e8m0"))
 
 
 def table(bits: int, dtype: str) -> Weight:
@@ -44,6 +45,8 @@ def test_rows_are_the_exact_ones_rounded_once(bits: int, dtype: str) -> None:
     arrays, fmt = formats.unpack(weight), weight.format
     if bits == 0:
         exact = formats.to_f32(arrays.weight, fmt)
+    elif bits == MX:
+        exact = formats.dequantize_mlx(arrays, fmt)
     else:
         assert arrays.scales is not None
         assert arrays.biases is not None
