@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import zip_longest
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aegis.checkpoint.config import COPIED_FILES, QuantSpec
 from aegis.checkpoint.fileio import (
@@ -263,7 +265,7 @@ class _Job:
 
     def _fill_record(
         self,
-        record: np.ndarray[Any, np.dtype[np.uint8]],
+        record: NDArray[np.uint8],
         geometry: ExpertGeometry,
         sources: Mapping[str, ExpertSource],
         streams: Streams,
@@ -272,11 +274,25 @@ class _Job:
         """Padding is zero from the start and never written, so every record is deterministic."""
         layout = self._plan.layout
         align = RESIDENT_ALIGN if layout == "il16" else RECORD_ALIGN
+        groups: dict[str, dict[str, Iterator[NDArray[np.uint8]]]] = {}
+        ends = {part: segment.offset for part, segment in geometry.segments.items()}
         for part, segment in geometry.segments.items():
-            source = sources[part]
-            weight, first = source.of(expert)
-            rows = range(first, first + source.rows)
-            offset = segment.offset
-            for piece in packed(streams, part, weight, rows, segment.format, layout, align):
-                record[offset : offset + piece.size] = piece
-                offset += piece.size
+            weight, first = sources[part].of(expert)
+            rows = range(first, first + sources[part].rows)
+            pieces = packed(streams, part, weight, rows, segment.format, layout, align)
+            # Weights whose rows are in turn need the same bytes, which are read once for both.
+            groups.setdefault(part if weight.turn == (0, 1) else weight.name, {})[part] = pieces
+        for group in groups.values():
+            for part, piece in _in_step(group):
+                record[ends[part] : ends[part] + piece.size] = piece
+                ends[part] += piece.size
+
+
+def _in_step(
+    streams: Mapping[str, Iterator[NDArray[np.uint8]]],
+) -> Iterator[tuple[str, NDArray[np.uint8]]]:
+    """The next piece of each, with its name, until none has more."""
+    for pieces in zip_longest(*streams.values()):
+        for name, piece in zip(streams, pieces, strict=True):
+            if piece is not None:
+                yield name, piece

@@ -47,6 +47,7 @@ class Streams:
     def __init__(self, piece_nbytes: int) -> None:
         self.piece_nbytes = piece_nbytes
         self._readers: dict[str, tuple[Path, UncachedReader]] = {}
+        self._kept: dict[str, tuple[tuple[Path, int, int], U8]] = {}
 
     def __enter__(self) -> Streams:
         return self
@@ -59,6 +60,16 @@ class Streams:
     ) -> None:
         for _, reader in self._readers.values():
             reader.close()
+
+    def read_twice(self, stream: str, path: Path, offset: int, nbytes: int) -> U8:
+        """The same for a range that is asked for a second time before any other of the stream."""
+        place = (path, offset, nbytes)
+        kept = self._kept.pop(stream, None)
+        if kept is not None and kept[0] == place:
+            return kept[1]
+        data = self.read(stream, *place)
+        self._kept[stream] = place, data
+        return data
 
     def read(self, stream: str, path: Path, offset: int, nbytes: int) -> U8:
         """Bytes of a file. Each stream keeps its place, so that small ranges share reads."""
@@ -223,9 +234,13 @@ def _read_numbers(
 
         return head_parts(read, *weight.heads, rows)
     tensor, row_nbytes = weight.tensors[index], weight.row_nbytes(index)
+    turn, turns = weight.turn
+    read, stream = streams.read, f"{role}.{index}"
+    if turns == 2:
+        read, stream = streams.read_twice, tensor.name
     pieces = [
-        streams.read(
-            f"{role}.{index}",
+        read(
+            stream,
             tensor.path,
             tensor.offset + place.start * row_nbytes,
             len(place) * row_nbytes,
@@ -235,7 +250,6 @@ def _read_numbers(
     data = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
     words = weight.format.kind != "dense" and index == 0
     raw: Raw = data.view(np.uint32 if words else raw_dtype(weight.format))
-    turn, turns = weight.turn
     return raw.reshape(len(rows), turns, -1)[:, turn]
 
 

@@ -20,6 +20,7 @@ from aegis.checkpoint.tensor_map import ResidentName
 from aegis.convert.convert import convert
 from aegis.convert.layout import layout_of_checkpoint
 from aegis.convert.names import resolve
+from aegis.convert.source_data import Streams
 from aegis.errors import CheckpointError
 from aegis.kernels.base import Format, Layout
 from aegis.models import family
@@ -249,6 +250,23 @@ def test_experts_as_published_give_the_files_of_stacked_ones(
     ]
     first, second = ([path.read_bytes() for path in store.expert_paths()] for store in stores)
     assert first == second
+
+
+@pytest.mark.parametrize("layout", ["il16", "row"])
+def test_rows_in_turn_are_read_once_for_both_matrices(
+    published: Path, tmp_path: Path, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranges, read = list[tuple[int, int]](), Streams.read
+
+    def noted(streams: Streams, stream: str, path: Path, offset: int, nbytes: int) -> Any:
+        ranges.append((offset, nbytes))
+        return read(streams, stream, path, offset, nbytes)
+
+    monkeypatch.setattr(Streams, "read", noted)
+    convert(published, tmp_path / "s", layout=layout, piece_nbytes=1 << 12)
+    assert len(ranges) == len(set(ranges))
+    tensors = Checkpoint.open(published).tensors.values()
+    assert sum(nbytes for _, nbytes in ranges) == sum(tensor.nbytes for tensor in tensors)
 
 
 def test_quantising_what_is_published_leaves_its_experts_as_they_are(
