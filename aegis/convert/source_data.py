@@ -235,12 +235,11 @@ def _read_numbers(
         return head_parts(read, *weight.heads, rows)
     tensor, row_nbytes = weight.tensors[index], weight.row_nbytes(index)
     turn, turns = weight.turn
-    read, stream = streams.read, f"{role}.{index}"
-    if turns == 2:
-        read, stream = streams.read_twice, tensor.name
+    once = turns == 1
+    taken = streams.read if once else streams.read_twice
     pieces = [
-        read(
-            stream,
+        taken(
+            f"{role}.{index}" if once else tensor.name,
             tensor.path,
             tensor.offset + place.start * row_nbytes,
             len(place) * row_nbytes,
