@@ -257,7 +257,8 @@ static void silu_mul(const float* gate, const float* up, float* out, int64_t n) 
   for (int64_t i = 0; i < n; i += kLanes) store(out + i, mul(silu(load(gate + i)), load(up + i)));
 }
 
-static void clamped_swiglu(const float* gate, const float* up, SwigluClamp clamp, float* out, int64_t n) {
+static void clamped_swiglu(const float* gate, const float* up, SwigluClamp clamp, float* out,
+                           int64_t n) {
   // Constants come first, so that a NaN passes through.
   const f32x16 most = set1(clamp.limit), least = set1(-clamp.limit), alpha = set1(clamp.alpha);
   for (int64_t i = 0; i < n; i += kLanes) {
