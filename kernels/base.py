@@ -10,13 +10,14 @@ This module imports nothing but the standard library, so planning needs no array
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    from aegis.kernels.queued import Queue
 
 Array = Any
 """A backend's own array type: numpy.ndarray for native and reference, mx.array for mlx."""
@@ -43,11 +44,14 @@ class Format:
 
     ``affine``: integer codes of ``bits`` with one scale and one bias per ``group_size`` inputs,
     ``w = scale * code + bias``, scale and bias stored as ``dtype``.
+    ``mxfp4``: codes of 4 bits, each a float of 2 exponent bits and 1 mantissa bit (E2M1), with one
+    scale per 32 inputs, ``w = scale * float(code)``. Scales are powers of two, stored as ``e8m0``:
+    the exponent plus 127.
     ``dense``: plain numbers of ``dtype`` (bits and group_size are 0).
     """
 
-    kind: Literal["affine", "dense"]
-    dtype: Literal["bf16", "f16", "f32"]
+    kind: Literal["affine", "mxfp4", "dense"]
+    dtype: Literal["bf16", "f16", "f32", "e8m0"]
     bits: int = 0
     group_size: int = 0
 
@@ -64,11 +68,11 @@ class Weight:
 
 @dataclass(frozen=True)
 class Segment:
-    """One expert matrix inside a record: byte range and logical shape (out, in)."""
+    """One expert matrix (out, in) or bias (out,) inside a record: byte range and shape."""
 
     offset: int
     nbytes: int
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     format: Format
 
 
@@ -91,6 +95,10 @@ class AttentionSpec:
     output_gate: bool = False
     """q_proj has a gate behind every head's query; the head's output is multiplied by its sigmoid
     before o_proj."""
+    rotary_scale: float = 1.0
+    """What rotated channels of queries and keys are multiplied by."""
+    window: int | None = None
+    """How many positions a query attends to, its own and those before it; None: all."""
 
 
 @dataclass(frozen=True)
@@ -207,6 +215,15 @@ class MlpSpec:
 
 
 @dataclass(frozen=True)
+class SwigluClamp:
+    """(up + 1) * gate * sigmoid(alpha * gate) of a gate of at most ``limit`` and an ``up`` from
+    -limit to limit, in place of silu(gate) * up."""
+
+    limit: float
+    alpha: float
+
+
+@dataclass(frozen=True)
 class ExpertsSpec:
     """Routed SwiGLU experts in slots, with an optional (gated) shared expert in memory."""
 
@@ -217,9 +234,12 @@ class ExpertsSpec:
     shared_expert_intermediate_size: int
     layout: Layout
     segments: Mapping[str, Segment]
-    """gate_proj, up_proj, down_proj of one expert record."""
+    """gate_proj, up_proj, down_proj of one expert record; where experts have biases, gate_proj.bias
+    and so on too."""
     residual_multiplier: float = 1.0
     """What the experts' sum is multiplied by before it joins the residual stream."""
+    clamp: SwigluClamp | None = None
+    """How SwiGLU is clamped; None: it is the plain one."""
 
 
 @dataclass(frozen=True)
@@ -438,51 +458,6 @@ class SlotMemory(Protocol):
     """Where a slot is not one range: its pieces, in the order of the record. Else empty."""
 
 
-class QueuedLayer(Protocol):
-    """A layer's attention, router and experts as one call, which needs no host: for one row, where
-    all of the layer's experts lie in slots."""
-
-    def __call__(self, x: Array, cache: KVCache, start: int, table: Array) -> tuple[Array, Routing]:
-        """x [1, H] at position ``start`` to the new residual stream, in the bits of the blocks, and
-        what was chosen. ``table``, made by the backend's queue, says where experts lie."""
-
-
-class QueuedHeadBlock(HeadBlock, Protocol):
-    """A head block that can choose a token without the host."""
-
-    def best(self, x: Array) -> Array:
-        """x [1, H] to the id of its largest logit, int32 [1] on the device, the lowest of equals;
-        -1 where that logit is not a finite number. The embedding block takes it for ids."""
-
-
-class Queue(Protocol):
-    """Calls that return before their result is there, one thread at a time."""
-
-    def stream(self) -> AbstractContextManager[Any]:
-        """Held around all calls of blocks, so that any thread's go to the same queue."""
-
-    def start(self, results: Sequence[Array], routings: Sequence[Routing] = ()) -> None:
-        """Have these computed, without waiting. ``routings`` will be read later, all of them."""
-
-    def token(self, best: Array) -> int:
-        """Wait for what a head chose."""
-
-    def layer(
-        self, attention: AttentionBlock, router: RouterBlock, experts: ExpertsBlock
-    ) -> QueuedLayer:
-        """These three blocks as one."""
-
-    def table(self, slots: NDArray[np.int32]) -> Array:
-        """Expert id to slot, int32 [E], as a ``QueuedLayer`` wants it."""
-
-    def read(self, routings: Sequence[Routing]) -> NDArray[np.int32]:
-        """What was chosen in these, each of one row and started: int32 [routings, K], any order
-        within a row."""
-
-    def settle(self) -> None:
-        """Wait until everything called so far is computed: slots may then be overwritten."""
-
-
 class OwnMemory(Protocol):
     """Memory that a backend allocates in place of the engine's arena."""
 
@@ -550,8 +525,10 @@ class Backend(Protocol):
         """Tell the backend where slots lie; must come before any experts block is made."""
 
     def attention(self, spec: AttentionSpec, weights: Mapping[str, Weight]) -> AttentionBlock:
-        """weights: norm [H], q_proj, k_proj, v_proj, o_proj, optional q_bias, k_bias, v_bias; with
-        a qk_norm q_norm and k_norm, of one head's channels or of the whole projection's."""
+        """weights: norm [H], q_proj, k_proj, v_proj, o_proj, optional q_bias, k_bias, v_bias,
+        o_bias; with a qk_norm q_norm and k_norm, of one head's channels or of the whole
+        projection's; optional sinks [num_attention_heads], each a score more in its head's softmax,
+        of a position without value."""
 
     def delta(self, spec: DeltaSpec, weights: Mapping[str, Weight]) -> DeltaBlock:
         """weights: norm [H], in_proj_qkv, in_proj_z, in_proj_a, in_proj_b, out_proj; conv, the
@@ -572,8 +549,8 @@ class Backend(Protocol):
         next_spec: RouterSpec | None,
         next_weights: Mapping[str, Weight] | None,
     ) -> RouterBlock:
-        """weights: norm [H], gate (E, H), with sigmoid scores optional correction [E]. next_*: the
-        following MoE layer's, for the guess."""
+        """weights: norm [H], gate (E, H), optional bias [E] of the logits, with sigmoid scores
+        optional correction [E]. next_*: the following MoE layer's, for the guess."""
 
     def mlp(self, spec: MlpSpec, weights: Mapping[str, Weight]) -> MlpBlock:
         """weights: norm [H], gate_proj and up_proj (I, H), down_proj (H, I)."""

@@ -1,10 +1,10 @@
 """Quantised formats in numpy: the truth that every kernel is tested against.
 
 A checkpoint tensor ("MLX arrays") is either dense, an array of raw numbers, or affine, three
-arrays: code words uint32 [rows, in * bits / 32], and scales and biases [rows, in / group_size]. Raw
-numbers of bf16 and f16 are uint16 arrays, those of f32 uint32 arrays, so that nothing is ever
-rounded by accident. ``pack`` turns these into the bytes of a stored tensor and ``unpack`` turns
-them back.
+arrays: code words uint32 [rows, in * bits / 32], and scales and biases [rows, in / group_size], or
+mxfp4, the same without biases. Raw numbers of bf16 and f16 are uint16 arrays, those of f32 uint32
+arrays, those of e8m0 uint8 arrays, so that nothing is ever rounded by accident. ``pack`` turns
+these into the bytes of a stored tensor and ``unpack`` turns them back.
 
 Packing a range of rows that starts on a multiple of 16 gives exactly the bytes of those rows in
 layout il16, so large tensors can be packed in pieces.
@@ -52,24 +52,31 @@ __all__ = [
 _REQUANTIZE_CODES = 1 << 18
 """Codes requantised at once, which bounds the temporaries to a few MiB."""
 
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+"""What the codes of mxfp4 mean."""
+
 U8 = NDArray[np.uint8]
 U32 = NDArray[np.uint32]
 F32 = NDArray[np.float32]
 Raw = NDArray[Any]
-"""Raw numbers: uint16 for bf16 and f16, uint32 for f32."""
+"""Raw numbers: uint16 for bf16 and f16, uint32 for f32, uint8 for e8m0."""
 
 
 class MlxArrays(NamedTuple):
-    """One tensor as a checkpoint holds it; scales and biases are None for a dense one."""
+    """One tensor as a checkpoint holds it; what its format does not have is None."""
 
     weight: Raw
     scales: Raw | None = None
     biases: Raw | None = None
 
 
-def raw_dtype(fmt: Format) -> type[np.uint16] | type[np.uint32]:
-    """The numpy type of raw numbers of this format (of its scales, if affine)."""
-    return np.uint16 if dtype_nbytes(fmt) == 2 else np.uint32
+_RAW: dict[int, type[np.uint8] | type[np.uint16] | type[np.uint32]]
+_RAW = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+
+
+def raw_dtype(fmt: Format) -> type[np.uint8] | type[np.uint16] | type[np.uint32]:
+    """The numpy type of raw numbers of this format (of its scales, if quantised)."""
+    return _RAW[dtype_nbytes(fmt)]
 
 
 def bf16_to_f32(raw: Raw) -> F32:
@@ -91,6 +98,9 @@ def to_f32(raw: Raw, fmt: Format) -> F32:
         return bf16_to_f32(raw)
     if fmt.dtype == "f16":
         return raw.view(np.float16).astype(np.float32)
+    if fmt.dtype == "e8m0":
+        # 255 stands for NaN, which no checkpoint may hold; the least is a denormal float32.
+        return np.ldexp(np.float32(1), raw.astype(np.int32) - 127)
     return raw.view(np.float32)
 
 
@@ -242,12 +252,14 @@ def _deinterleave(blocks: Raw, rows: int) -> Raw:
 
 
 def _block_parts(data: U8, groups: int, fmt: Format) -> tuple[Raw, ...]:
-    """Views of an il16 tensor: (numbers,) if dense, (code words, scales, biases) if affine; each
-    [row blocks, groups, items of one block]."""
+    """Views of an il16 tensor: (numbers,) if dense, else code words, scales and, if affine, biases;
+    each [row blocks, blocks of a row block, items of one block]."""
     blocks = data.reshape(-1, groups, block_nbytes(fmt))
     if fmt.kind == "dense":
         return (blocks.view(raw_dtype(fmt)),)
     step = LANES * dtype_nbytes(fmt)
+    if fmt.kind == "mxfp4":
+        return blocks[..., 2 * step :].view(np.uint32), blocks[..., : 2 * step]
     return (
         blocks[..., 2 * step :].view(np.uint32),
         blocks[..., :step].view(raw_dtype(fmt)),
@@ -284,17 +296,20 @@ def pack(
     return out
 
 
-def _params(arrays: MlxArrays) -> tuple[Raw, Raw]:
-    if arrays.scales is None or arrays.biases is None:
-        raise FormatError("a quantised weight needs scales and biases")
-    return arrays.scales, arrays.biases
+def _params(arrays: MlxArrays, fmt: Format) -> tuple[Raw, ...]:
+    """Scales, and biases where the format has some."""
+    params = arrays[1:] if fmt.kind == "affine" else arrays[1:2]
+    found = tuple(array for array in params if array is not None)
+    if len(found) < len(params):
+        raise FormatError("a quantised weight needs scales, and biases unless it is mxfp4")
+    return found
 
 
 def _pack_row(arrays: MlxArrays, shape: tuple[int, ...], fmt: Format, align: int, out: U8) -> None:
     parts = row_parts((shape[0], shape[1]), fmt, align)
     offset = 0
-    starts = (0, parts.scales_offset, parts.biases_offset)
-    for start, array in zip(starts, (arrays.weight, *_params(arrays)), strict=True):
+    starts = (0, *parts.params_offsets)
+    for start, array in zip(starts, (arrays.weight, *_params(arrays, fmt)), strict=True):
         out[offset:start] = 0
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         out[start : start + data.size] = data
@@ -307,7 +322,7 @@ def _pack_il16(arrays: MlxArrays, shape: tuple[int, ...], fmt: Format, out: U8) 
         _interleave(arrays.weight, targets[0])
         return
     words = _stream_to_halves(arrays.weight) if fmt.bits == 3 else arrays.weight
-    for rows, target in zip((words, *_params(arrays)), targets, strict=True):
+    for rows, target in zip((words, *_params(arrays, fmt)), targets, strict=True):
         _interleave(rows, target)
 
 
@@ -322,10 +337,9 @@ def unpack(weight: Weight, *, align: int = RESIDENT_ALIGN) -> MlxArrays:
         return MlxArrays(data.copy().view(raw_dtype(fmt)).reshape(shape))
     if weight.layout == "row":
         parts = row_parts((shape[0], shape[1]), fmt, align)
-        starts = (parts.scales_offset, parts.biases_offset)
         params = [
             data[s : s + parts.params_nbytes].copy().view(raw_dtype(fmt)).reshape(shape[0], -1)
-            for s in starts
+            for s in parts.params_offsets
         ]
         codes = data[: parts.codes_nbytes].copy().view(np.uint32).reshape(shape[0], -1)
         return MlxArrays(codes, *params)
@@ -346,13 +360,14 @@ def dequantize_mlx(arrays: MlxArrays, fmt: Format) -> F32:
 
     A bf16 or f16 scale times a code of at most 8 bits is exact in float32, so the sum is the only
     rounding and equals a fused multiply-add. Scales of f32 go through float64, where the product
-    is exact too.
+    is exact too. Nothing is rounded in mxfp4.
     """
     if fmt.kind == "dense":
         return to_f32(arrays.weight, fmt)
-    scales, biases = (to_f32(raw, fmt)[..., None] for raw in _params(arrays))
+    scales, *biases = (to_f32(raw, fmt)[..., None] for raw in _params(arrays, fmt))
     codes = unpack_codes(arrays.weight, fmt.bits)
-    values = _affine(codes.reshape(*codes.shape[:-1], -1, fmt.group_size), scales, biases, fmt)
+    grouped = codes.reshape(*codes.shape[:-1], -1, fmt.group_size)
+    values = _affine(grouped, scales, biases[0], fmt) if biases else E2M1[grouped] * scales
     return values.reshape(codes.shape)
 
 
@@ -391,7 +406,7 @@ def requantize_3bit(arrays: MlxArrays, fmt: Format) -> tuple[MlxArrays, Format]:
     """
     if fmt.kind != "affine" or fmt.bits != 4:
         raise FormatError("3-bit experts are derived from 4-bit weights")
-    scales, biases = _params(arrays)
+    scales, biases = _params(arrays, fmt)
     rows, words = arrays.weight.shape
     out = MlxArrays(
         np.empty((rows, words * 3 // 4), dtype=np.uint32),

@@ -77,6 +77,10 @@ class Attention:
     scale: float | None = None
     residual: float = 1.0
     gate: bool = False
+    rotary_scale: float = 1.0
+    window: int | None = None
+    sinks: bool = False
+    """And a bias behind the heads."""
     spec: AttentionSpec = field(init=False)
     weights: dict[str, Weight] = field(init=False)
 
@@ -95,6 +99,8 @@ class Attention:
             self.scale,
             self.residual,
             self.gate,
+            self.rotary_scale,
+            self.window,
         )
         width = self.heads * self.dim
         out = {"q": width * (2 if self.gate else 1), "k": self.kv_heads * self.dim}
@@ -109,6 +115,9 @@ class Attention:
         for name in "qk" if self.qk_norm != "none" else "":
             channels = self.dim if self.qk_norm == "head" else min(out[name], width)
             self.weights[f"{name}_norm"] = vector(1 + 0.1 * normal(rng, channels))
+        if self.sinks:
+            self.weights["sinks"] = vector(1 + normal(rng, self.heads))
+            self.weights["o_bias"] = vector(normal(rng, self.hidden))
 
     def block(self, pool: Any) -> NativeAttention:
         """The native block with a workspace of its own."""
@@ -149,12 +158,21 @@ class Attention:
         scale = self.dim**-0.5 if self.scale is None else self.scale
         scores = np.einsum("thd,shd->hts", q, k) * scale
         scores[:, np.triu(np.ones((count, count), bool), 1)] = -np.inf
+        if self.window:
+            scores[:, np.tril(np.ones((count, count), bool), -self.window)] = -np.inf
+        if self.sinks:
+            sinks = np.repeat(values_of(self.weights["sinks"])[:, None, None], count, axis=1)
+            scores = np.concatenate([scores, sinks], axis=-1)
         scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        mixed = np.einsum("hts,shd->thd", scores / scores.sum(axis=-1, keepdims=True), v)
+        shares = (scores / scores.sum(axis=-1, keepdims=True))[..., :count]
+        mixed = np.einsum("hts,shd->thd", shares, v)
         if self.gate:
             mixed = mixed / (1 + np.exp(-self._gates(normed)))
         o_proj = formats.dequantize(self.weights["o_proj"]).astype(np.float64)
-        return x.astype(np.float64) + self.residual * (mixed.reshape(count, -1) @ o_proj.T)
+        out = mixed.reshape(count, -1) @ o_proj.T
+        if "o_bias" in self.weights:
+            out = out + values_of(self.weights["o_bias"])
+        return x.astype(np.float64) + self.residual * out
 
     def _project(self, normed: Any, name: str) -> Any:
         out = normed @ formats.dequantize(self.weights[f"{name}_proj"]).astype(np.float64).T
@@ -183,7 +201,8 @@ class Attention:
         angle = (positions * np.array(self.spec.inv_freq, np.float32)).astype(np.float64)
         cos, sin, half = np.cos(angle)[:, None], np.sin(angle)[:, None], len(self.spec.inv_freq)
         low, high = heads[..., :half], heads[..., half : 2 * half]
-        parts = [low * cos - high * sin, high * cos + low * sin, heads[..., 2 * half :]]
+        parts = [low * cos - high * sin, high * cos + low * sin]
+        parts = [*(self.rotary_scale * part for part in parts), heads[..., 2 * half :]]
         return np.concatenate(parts, axis=-1)
 
 

@@ -22,6 +22,8 @@ YARN = {
     "mscale_all_dim": 0.8,
 }
 
+_STRETCHED = YARN.keys() - {"mscale", "mscale_all_dim"}
+
 
 def _with_delta(c: Choices) -> dict[str, Any]:
     return {
@@ -106,6 +108,18 @@ FAMILIES: dict[str, Callable[[Choices], dict[str, Any]]] = {
         "use_qk_norm": c.qk_norm,
         "partial_rotary_factor": 0.5,
         **_sigmoid_router(c),
+    },
+    "gpt_oss": lambda c: {
+        "num_local_experts": c.num_experts,
+        "intermediate_size": c.moe_intermediate_size,
+        "attention_bias": c.qkv_bias,
+        "sliding_window": c.sliding_window,
+        "layer_types": [
+            "full_attention" if layer % 2 else "sliding_attention"
+            for layer in range(c.num_hidden_layers)
+        ],
+        "swiglu_limit": 1.25,
+        "rope_scaling": {key: YARN[key] for key in sorted(_STRETCHED)} | {"truncate": False},
     },
     "deepseek_v3": lambda c: {
         "attention_bias": False,

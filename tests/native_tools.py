@@ -10,9 +10,17 @@ from typing import Any
 import numpy as np
 
 from aegis.kernels import formats
-from aegis.kernels.base import ExpertsSpec, Format, Routing, Segment, Weight, WorkspaceSpec
+from aegis.kernels.base import (
+    ExpertsSpec,
+    Format,
+    Routing,
+    Segment,
+    SwigluClamp,
+    Weight,
+    WorkspaceSpec,
+)
 from aegis.kernels.native import _native
-from aegis.kernels.sizes import align_up
+from aegis.kernels.sizes import MXFP4, align_up
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -24,18 +32,30 @@ def aligned(nbytes: int, padding: int = 64) -> Any:
     return raw[start : start + nbytes]
 
 
+MX = 64
+"""Stands for mxfp4 among widths."""
+
+
 def fmt_of(bits: int, dtype: Any = "bf16", group_size: int = 64) -> Format:
-    """Affine of ``bits``, or dense for 0."""
+    """Affine of ``bits``, dense for 0, or mxfp4 for MX."""
+    if bits == MX:
+        return MXFP4
     return Format("affine", dtype, bits, group_size) if bits else Format("dense", dtype)
 
 
 def random_arrays(
-    rng: np.random.Generator, shape: tuple[int, int], fmt: Format, top: int | None = None
+    rng: np.random.Generator, shape: tuple[int, ...], fmt: Format, top: int | None = None
 ) -> formats.MlxArrays:
-    """Checkpoint arrays of a plausible weight; codes below ``top``."""
+    """Checkpoint arrays of a plausible weight or bias; codes below ``top``."""
+    if len(shape) == 1:
+        return formats.MlxArrays(formats.from_f32(normal(rng, *shape), fmt))
     rows, cols = shape
     if fmt.kind == "dense":
         return formats.MlxArrays(formats.from_f32(normal(rng, rows, cols) * np.float32(0.05), fmt))
+    if fmt.kind == "mxfp4":
+        codes = rng.integers(0, 16, shape, dtype=np.uint8)
+        exponents = rng.integers(119, 123, (rows, cols // 32), dtype=np.uint8)
+        return formats.MlxArrays(formats.pack_codes(codes, 4), exponents)
     codes = rng.integers(0, top or 1 << fmt.bits, shape, dtype=np.uint8)
     scales = normal(rng, rows, cols // fmt.group_size) * np.float32(0.1 / (1 << fmt.bits))
     biases = normal(rng, rows, cols // fmt.group_size) * np.float32(0.05)
@@ -90,8 +110,8 @@ def random_slots(
     rng: np.random.Generator, spec: ExpertsSpec, arrays: list[dict[str, formats.MlxArrays]]
 ) -> Slots:
     """Experts packed into slots in random order, with two slots to spare."""
-    last = spec.segments["down_proj"]
-    stride = align_up(last.offset + last.nbytes + 64, 4096)
+    end = max(part.offset + part.nbytes for part in spec.segments.values())
+    stride = align_up(end + 64, 4096)
     count = spec.num_experts + 2
     data = aligned(count * stride)
     slot_of = rng.permutation(count)[: spec.num_experts].astype(np.int32)
@@ -115,14 +135,19 @@ def experts_spec(
     shared: int,
     bits: tuple[int, int, int],
     group_size: int = 64,
+    biases: bool = False,
 ) -> ExpertsSpec:
     """A spec whose three matrices have ``bits`` each."""
-    segments, offset = {}, 0
+    wanted: dict[str, tuple[tuple[int, ...], Format]] = {}
     for name, width in zip(PROJECTIONS, bits, strict=True):
         shape = (hidden, inner) if name == "down_proj" else (inner, hidden)
-        fmt = fmt_of(width, group_size=group_size)
-        size = formats.nbytes(shape, fmt, "il16")
-        segments[name] = Segment(offset, size, shape, fmt)
+        wanted[name] = shape, fmt_of(width, group_size=group_size)
+    if biases:
+        wanted |= {f"{n}.bias": (wanted[n][0][:1], Format("dense", "f32")) for n in PROJECTIONS}
+    segments, offset = {}, 0
+    for name, (each, fmt) in wanted.items():
+        size = formats.nbytes(each, fmt, "il16")
+        segments[name] = Segment(offset, size, each, fmt)
         offset = align_up(offset + size, 64)
     return ExpertsSpec(hidden, inner, experts, choices, shared, "il16", segments)
 
@@ -165,24 +190,37 @@ def rows_of(routing: Routing, start: int, stop: int) -> Routing:
     )
 
 
-def ffn(x: Any, expert: dict[str, Weight]) -> Any:
+def ffn(x: Any, expert: dict[str, Weight], clamp: SwigluClamp | None = None) -> Any:
     """SwiGLU in float64."""
-    gate, up, down = (formats.dequantize(expert[name]).astype(np.float64) for name in PROJECTIONS)
-    z = x @ gate.T
-    return (z / (1 + np.exp(-z)) * (x @ up.T)) @ down.T
+    values = {name: formats.dequantize(part).astype(np.float64) for name, part in expert.items()}
+    zero = np.zeros(1)
+    gate, up = (
+        x @ values[name].T + values.get(f"{name}.bias", zero) for name in ("gate_proj", "up_proj")
+    )
+    alpha = 1.0
+    if clamp is not None:
+        gate, up = np.minimum(gate, clamp.limit), 1 + np.clip(up, -clamp.limit, clamp.limit)
+        alpha = clamp.alpha
+    inner = gate / (1 + np.exp(-alpha * gate)) * up
+    return inner @ values["down_proj"].T + values.get("down_proj.bias", zero)
 
 
 def oracle(
-    x: Any, routing: Routing, slots: Slots, shared: dict[str, Weight], multiplier: float = 1.0
+    x: Any,
+    routing: Routing,
+    slots: Slots,
+    shared: dict[str, Weight],
+    multiplier: float = 1.0,
+    clamp: SwigluClamp | None = None,
 ) -> Any:
     """The experts block in float64."""
     out = np.zeros(x.shape)
     for row, normed in enumerate(routing.normed.astype(np.float64)):
         pairs = zip(routing.experts[row], routing.weights[row].astype(np.float64), strict=True)
         for expert, weight in pairs:
-            out[row] += weight * ffn(normed, slots.experts[expert])
+            out[row] += weight * ffn(normed, slots.experts[expert], clamp)
         if shared:
             gate = shared.get("shared_expert_gate")
             z = 0.0 if gate is None else (formats.dequantize(gate).astype(np.float64) @ normed)[0]
-            out[row] += (1 if gate is None else 1 / (1 + np.exp(-z))) * ffn(normed, shared)
+            out[row] += (1 if gate is None else 1 / (1 + np.exp(-z))) * ffn(normed, shared, clamp)
     return x.astype(np.float64) + multiplier * out

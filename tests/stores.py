@@ -35,9 +35,10 @@ def source_values(weight: SourceWeight) -> F32:
     arrays = []
     for index, tensor in enumerate(weight.tensors):
         data = np.fromfile(tensor.path, np.uint8, tensor.nbytes, offset=tensor.offset)
-        codes = index == 0 and weight.format.kind == "affine"
+        codes = index == 0 and weight.format.kind != "dense"
         raw = data.view(np.uint32 if codes else raw_dtype(weight.format))
-        arrays.append(raw.reshape(weight.source_rows or weight.shape[0], -1))
+        rows = raw.reshape(weight.source_rows or weight.shape[0], -1)
+        arrays.append(rows[weight.turn[0] :: weight.turn[1]])
     values = dequantize_mlx(MlxArrays(*arrays), weight.format)
     if weight.rows:
         values = values[np.concatenate([np.arange(*rows) for rows in weight.rows])]

@@ -53,6 +53,8 @@ class Choices:
     linear_value_head_dim: int = 32
     linear_conv_kernel_dim: int = 4
     full_attention_interval: int = 2
+    sliding_window: int = 16
+    """Positions that a layer sees, where the family has layers that do not see all."""
     dense_layers: tuple[int, ...] = ()
     """Layers without experts; where only the first can be, as many of those."""
     n_group: int = 1
@@ -72,6 +74,8 @@ class Choices:
     """The width of every expert matrix; None: drawn per matrix."""
     expert_code_bits: int | None = None
     """Expert codes are below 2 ** this, whatever width they are stored at; None: all codes."""
+    mxfp4: bool = False
+    """Experts are quantised as this, unless ``expert_bits`` says otherwise; nothing else is."""
     dense_router: bool = False
     dense: bool = False
     """Nothing is quantised, as in a plain bfloat16 checkpoint."""
@@ -79,6 +83,8 @@ class Choices:
     """``experts.N.*`` rather than stacked ``switch_mlp``."""
     fused_experts: bool = False
     """Gate and up projections in one tensor, where the family has such a spelling."""
+    blocks: bool = False
+    """Experts of mxfp4 as their publisher writes them, where the family has such a spelling."""
     shards: int = 1
     """Above 1: that many files and an index."""
 
@@ -106,8 +112,8 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=1))
 
 
-def config_of(choices: Choices, entries: Mapping[str, int]) -> dict[str, Any]:
-    """config.json; ``entries`` are the modules whose width is not the default."""
+def config_of(choices: Choices, entries: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """config.json; ``entries`` are the modules that are not quantised as the default says."""
     names = (
         "hidden_size",
         "num_hidden_layers",
@@ -132,11 +138,11 @@ def config_of(choices: Choices, entries: Mapping[str, int]) -> dict[str, Any]:
         "torch_dtype": "bfloat16",
     }
     if not choices.dense:
-        size = choices.group_size
-        quantization: dict[str, Any] = {"group_size": size, "bits": choices.bits[0]}
-        quantization["mode"] = "affine"
-        quantization |= {m: {"group_size": size, "bits": bits} for m, bits in entries.items()}
-        config["quantization"] = config["quantization_config"] = quantization
+        default = {"group_size": choices.group_size, "bits": choices.bits[0], "mode": "affine"}
+        config["quantization"] = config["quantization_config"] = default | entries
+    elif choices.mxfp4:
+        method = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+        config["quantization_config"] = method
     return config
 
 
@@ -146,7 +152,7 @@ class _Builder:
     def __init__(self, seed: int, choices: Choices) -> None:
         self._seed, self._choices = seed, choices
         self.tensors: dict[str, Tensor] = {}
-        self.entries: dict[str, int] = {}
+        self.entries: dict[str, dict[str, Any]] = {}
 
     def _rng(self, name: str) -> np.random.Generator:
         return np.random.default_rng([self._seed, zlib.crc32(name.encode())])
@@ -166,8 +172,8 @@ class _Builder:
                 self._convolution(f"{name}.weight", entry.shape[0] // entry.taps, entry.taps)
             elif name.endswith(("_bias", ".bias")):
                 self._vector(name, entry.shape[0], 0.0)
-            elif name.endswith(".A_log"):
-                self._vector(name, entry.shape[0], -2.0)
+            elif name.endswith((".A_log", ".sinks")):
+                self._vector(name, entry.shape[0], -2.0 if name.endswith(".A_log") else 1.0)
             else:
                 self._vector(f"{name}.weight", entry.shape[0], 1.0)
         for layer in wanted.experts.layers:
@@ -181,14 +187,25 @@ class _Builder:
 
     def _experts(self, names: ExpertNames, layer: int) -> None:
         c = self._choices
-        parts = {}
+        parts: dict[str, tuple[int, dict[str, Tensor]]] = {}
         for part, shape in names.shapes.items():
             name = "model." + names.stacked.format(layer=layer, part=part)
+            if len(shape) == 1:
+                parts[part] = 0, {"": self._numbers(name, (c.num_experts, *shape), 0.0)}
+                continue
+            rows, cols = shape
+            if c.mxfp4 and not c.expert_bits:
+                parts[part] = 4, self._mxfp4(name, (c.num_experts, rows, cols))
+                continue
             # One tensor has one width, also where it holds two matrices.
             drawn = name.replace("up_proj", "gate_proj") if c.fused_experts else name
             bits = c.expert_bits or self._draw_bits(drawn)
             code_bits = c.expert_code_bits or bits
-            parts[part] = bits, self._weight(name, shape, bits, code_bits, stack=c.num_experts)
+            matrices = self._weight(name, (rows, cols), bits, code_bits, stack=c.num_experts)
+            parts[part] = bits, matrices
+        if c.blocks and names.blocks is not None and c.mxfp4 and not c.expert_bits:
+            self._blocks(*(f"model.{name.format(layer=layer)}" for name in names.blocks), parts)
+            return
         if c.fused_experts and names.fused is not None:
             both, down = (f"model.{name.format(layer=layer)}" for name in names.fused)
             (bits, gate), (_, up) = parts["gate_proj"], parts["up_proj"]
@@ -215,9 +232,28 @@ class _Builder:
 
     def _add(self, name: str, parts: Mapping[str, Tensor], bits: int) -> None:
         for suffix, tensor in parts.items():
-            self.tensors[f"{name}.{suffix}"] = tensor
-        if "scales" in parts and bits != self._choices.bits[0]:
-            self.entries[name] = bits
+            self.tensors[f"{name}.{suffix}" if suffix else name] = tensor
+        if "scales" in parts and "biases" not in parts:
+            self.entries[name] = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
+        elif "scales" in parts and bits != self._choices.bits[0]:
+            self.entries[name] = {"group_size": self._choices.group_size, "bits": bits}
+
+    def _blocks(
+        self, both: str, down: str, parts: Mapping[str, tuple[int, Mapping[str, Tensor]]]
+    ) -> None:
+        """Rows of gate and up projections in turn; codes by the byte, 16 to a scale."""
+        for name, sources in ((both, ("gate_proj", "up_proj")), (down, ("down_proj",))):
+            for suffix, ours in (("_blocks", "weight"), ("_scales", "scales"), ("_bias", "")):
+                owners = [source if ours else f"{source}.bias" for source in sources]
+                found = [parts[owner][1][ours] for owner in owners if owner in parts]
+                if not found:
+                    continue
+                data = np.stack([array for _, array in found], axis=2)
+                data = data.reshape(len(data), -1, *data.shape[3:])
+                if ours == "weight":
+                    data = data.view(np.uint8).reshape(*data.shape[:2], -1, 16)
+                kind = "U8" if ours else found[0][0]
+                self.tensors[name + suffix] = kind, np.ascontiguousarray(data)
 
     def _weight(
         self,
@@ -246,9 +282,22 @@ class _Builder:
             "biases": ("BF16", formats.f32_to_bf16(biases.astype(np.float32))),
         }
 
+    def _mxfp4(self, name: str, shape: tuple[int, int, int]) -> dict[str, Tensor]:
+        """Any codes, whose squares are 8.56 in the mean, so that values have about unit variance
+        per input."""
+        rng = self._rng(name)
+        codes = rng.integers(0, 16, shape, dtype=np.uint8)
+        usual = 127 - round(math.log2(math.sqrt(8.56 * shape[2])))
+        groups = (*shape[:2], shape[2] // 32)
+        scales = rng.integers(usual - 1, usual + 1, groups, dtype=np.uint8, endpoint=True)
+        return {"weight": ("U32", formats.pack_codes(codes, 4)), "scales": ("U8", scales)}
+
     def _vector(self, name: str, size: int, mean: float) -> None:
-        values = self._rng(name).normal(mean, 0.1, size).astype(np.float32)
-        self.tensors[name] = ("BF16", formats.f32_to_bf16(values))
+        self.tensors[name] = self._numbers(name, (size,), mean)
+
+    def _numbers(self, name: str, shape: tuple[int, ...], mean: float) -> Tensor:
+        values = self._rng(name).normal(mean, 0.1, shape).astype(np.float32)
+        return "BF16", formats.f32_to_bf16(values)
 
     def _convolution(self, name: str, channels: int, taps: int) -> None:
         """As MLX has it; every tap counts."""
@@ -323,6 +372,7 @@ def checkpoint_choices(draw: st.DrawFn, /, **fixed: Any) -> Choices:
         linear_value_head_dim=value_dim,
         linear_conv_kernel_dim=draw(st.sampled_from([1, 2, 4])),
         full_attention_interval=draw(st.integers(1, 4)),
+        sliding_window=draw(st.sampled_from([1, 3, 16, 33, 300])),
         dense_layers=tuple(draw(st.sets(st.integers(0, layers - 1), max_size=layers - 1))),
         n_group=groups,
         topk_group=kept,
@@ -336,6 +386,8 @@ def checkpoint_choices(draw: st.DrawFn, /, **fixed: Any) -> Choices:
         dense_router=draw(st.booleans()),
         separate_experts=draw(st.booleans()),
         fused_experts=draw(st.booleans()),
+        mxfp4=draw(st.booleans()),
+        blocks=draw(st.booleans()),
         shards=draw(st.integers(1, 3)),
     )
     return replace(choices, **fixed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from aegis.checkpoint.plainfile import (
     FileDamageError,
@@ -58,6 +58,7 @@ _RANGES = {
     "qk_nope_head_dim": (1, 1 << 14),
     "qk_rope_head_dim": (1, 1 << 14),
     "v_head_dim": (1, 1 << 14),
+    "sliding_window": (1, (1 << 31) - 1),
     "original_max_position_embeddings": (1, (1 << 31) - 1),
     "decoder_sparse_step": (1, 1 << 10),
     "first_k_dense_replace": (0, 1 << 10),
@@ -79,6 +80,8 @@ _FLOAT_RANGES = {
     "residual_multiplier": _MULTIPLIER,
     "logits_scaling": _MULTIPLIER,
     "routed_scaling_factor": _MULTIPLIER,
+    "swiglu_limit": _MULTIPLIER,
+    "swiglu_alpha": _MULTIPLIER,
     "partial_rotary_factor": (1e-9, 1.0),
     "factor": (1e-9, 1e9),
     "beta_fast": (1e-9, 1e9),
@@ -91,6 +94,7 @@ _ANY_INT = (-(1 << 63), (1 << 63) - 1)
 _ANY_FLOAT = (-1.7976931348623157e308, 1.7976931348623157e308)
 _QUANT_RANGES = {"bits": (1, 32), "group_size": (1, 1 << 20)}
 _QUANT_WORDS = {"bits", "group_size", "mode", "quant_method"}
+_MXFP4 = {"bits": 4, "group_size": 32, "mode": "mxfp4"}
 _MAX_TOKENIZER_NBYTES = 256 << 20
 
 # ModelConfig has methods named after these types, which would shadow them in annotations.
@@ -102,10 +106,11 @@ _Str: TypeAlias = str
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """How one module's weight is quantised."""
+    """How one module's weight is quantised; see ``Format``."""
 
     bits: int
     group_size: int
+    mode: Literal["affine", "mxfp4"] = "affine"
 
 
 @dataclass(frozen=True)
@@ -268,11 +273,15 @@ def _quantization(entry: Any, key: str, where: str) -> Quantization:
     if not isinstance(entry, dict):
         raise CheckpointError(f"{where} sets {key} to {shown(entry)}; expected an object")
     method = entry.get("quant_method", entry.get("mode", "affine"))
-    if method != "affine":
+    if method not in ("affine", "mxfp4"):
         raise CheckpointError(
             f"{where} says the weights are quantised as {shown(method)}; aegis reads affine"
-            " quantisation with one scale and bias per group: convert the model to that first"
+            " quantisation with one scale and bias per group, and mxfp4: convert the model to that"
+            " first"
         )
+    if entry.get("quant_method") == "mxfp4":
+        # As publishers write it; which tensors are quantised, these say themselves.
+        return Quantization(_quant_spec(_MXFP4, None, key, where), {})
     default = _quant_spec(entry, None, key, where)
     modules: dict[str, QuantSpec | None] = {}
     for name, value in entry.items():
@@ -291,9 +300,10 @@ def _quantization(entry: Any, key: str, where: str) -> Quantization:
 def _quant_spec(
     entry: Mapping[str, Any], default: QuantSpec | None, key: str, where: str
 ) -> QuantSpec:
-    if entry.get("mode", "affine") != "affine":
+    mode = entry.get("mode", "affine")
+    if mode not in ("affine", "mxfp4"):
         raise CheckpointError(
-            f"{where} sets {key}.mode to {shown(entry['mode'])}; only affine quantisation is"
+            f"{where} sets {key}.mode to {shown(mode)}; only affine quantisation and mxfp4 are"
             " supported"
         )
     values = []
@@ -307,7 +317,8 @@ def _quant_spec(
                 f" {least} to {most}"
             )
         values.append(value)
-    return QuantSpec(*values)
+    bits, group_size = values
+    return QuantSpec(bits, group_size, mode)
 
 
 def read_json(path: Path) -> dict[str, Any]:

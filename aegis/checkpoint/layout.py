@@ -21,6 +21,9 @@ from aegis.kernels.sizes import (
 PARTS = ("gate_proj", "up_proj", "down_proj")
 """The matrices of an expert, in the order of its record."""
 
+BIASES = tuple(f"{part}.bias" for part in PARTS)
+"""What lies behind these, where experts have biases."""
+
 READ_PADDING = 64
 """Bytes behind the last weight that kernels may read."""
 
@@ -136,12 +139,12 @@ def place_resident(
 
 
 def place_experts(
-    parts: Mapping[str, tuple[tuple[int, int], Format]], layout: Layout
+    parts: Mapping[str, tuple[tuple[int, ...], Format]], layout: Layout
 ) -> ExpertGeometry:
-    """Give every matrix of an expert its place in the record."""
+    """Give every matrix of an expert, and every bias that there is, its place in the record."""
     align = RESIDENT_ALIGN if layout == "il16" else RECORD_ALIGN
     segments, end = {}, 0
-    for name in PARTS:
+    for name in (*PARTS, *filter(parts.__contains__, BIASES)):
         shape, fmt = parts[name]
         start = align_up(end, align)
         size = nbytes(shape, fmt, layout, align)
@@ -151,10 +154,10 @@ def place_experts(
 
 
 def place_experts_3bit(experts: ExpertGeometry, layout: Layout) -> ExpertGeometry | None:
-    """The geometry with every 4-bit segment at 3 bits; None where there is none."""
+    """The geometry with every segment of 4-bit codes at 3 bits; None where there is none."""
     formats = {name: (s.shape, s.format) for name, s in experts.segments.items()}
     three = {
-        name: (shape, replace(fmt, bits=3) if fmt.bits == 4 else fmt)
+        name: (shape, replace(fmt, bits=3) if fmt.kind == "affine" and fmt.bits == 4 else fmt)
         for name, (shape, fmt) in formats.items()
     }
     return place_experts(three, layout) if three != formats else None

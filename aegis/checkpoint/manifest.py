@@ -7,14 +7,13 @@ one.
 
 from __future__ import annotations
 
-import json
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from aegis.checkpoint.config import COPIED_FILES, ModelConfig
 from aegis.checkpoint.layout import (
+    BIASES,
     PARTS,
     ExpertGeometry,
     ResidentTensor,
@@ -23,15 +22,12 @@ from aegis.checkpoint.layout import (
     place_experts_3bit,
     place_resident,
 )
-from aegis.checkpoint.plainfile import FileDamageError, parse_object, shown
+from aegis.checkpoint.plainfile import FileDamageError, is_sealed, parse_object, sealed, shown
 from aegis.errors import AegisError, StoreError
 from aegis.kernels.base import Format, Layout, Segment
 from aegis.kernels.sizes import FormatError
 
 FORMAT_VERSION = 2
-
-_PREFIX = b'{"crc32":"%08x",'
-_PREFIX_NBYTES = len(_PREFIX % 0)
 
 Checksums = tuple[tuple[int, ...], ...]
 """One per expert record: [moe layer index][expert]."""
@@ -58,8 +54,7 @@ class Manifest:
 
 def encode(manifest: Manifest) -> bytes:
     """The bytes of store.json: an object whose first key is the checksum of all that follows."""
-    rest = json.dumps(_body(manifest), separators=(",", ":")).encode()[1:]
-    return _PREFIX % zlib.crc32(rest) + rest
+    return sealed(_body(manifest))
 
 
 def _body(manifest: Manifest) -> dict[str, Any]:
@@ -118,17 +113,17 @@ def decode(data: bytes, where: str) -> Manifest:
     Raises:
         StoreError: it is damaged, or of another version.
     """
-    sealed = data.startswith(_PREFIX % zlib.crc32(data[_PREFIX_NBYTES:]))
+    whole = is_sealed(data)
     try:
         body = parse_object(data)
     except FileDamageError as error:
         raise StoreError(f"{where} is damaged: it {error}; convert the model again") from error
     if body.get("format") != "aegis store":
         raise StoreError(f"{where} does not describe an aegis store; convert the model again")
-    if not sealed and "crc32" in body:
+    if not whole and "crc32" in body:
         raise StoreError(f"{where} is damaged (checksum mismatch); convert the model again")
     _refuse_other_version(body.get("format_version"), where)
-    if not sealed:
+    if not whole:
         raise StoreError(f"{where} is damaged (no checksum); convert the model again")
     del body["crc32"]
     try:
@@ -160,7 +155,8 @@ def _decode_body(body: Mapping[str, Any], where: str) -> Manifest:
     tensors = {_a(str, entry["name"]): _shape_format(entry) for entry in entries}
     resident, resident_nbytes = place_resident(tensors, kind)
     segments = _a(dict, _a(dict, body["experts"])["segments"])
-    parts = {part: _matrix(_a(dict, segments[part])) for part in PARTS}
+    names = [*PARTS, *filter(segments.__contains__, BIASES)]
+    parts = {name: _segment(name, _a(dict, segments[name])) for name in names}
     experts = place_experts(parts, kind)
     layout = StoreLayout(
         config=ModelConfig(_a(dict, body["config"]), where),
@@ -229,11 +225,11 @@ def _size_crc32(entry: Any) -> tuple[int, int]:
 def _shape_format(entry: Mapping[str, Any]) -> tuple[tuple[int, ...], Format]:
     shape = tuple(_whole(size, 1, 1 << 40) for size in _a(list, entry["shape"]))
     fmt = _a(dict, entry["format"])
-    kind = _one_of(fmt["kind"], ("dense", "affine"))
+    kind = _one_of(fmt["kind"], ("dense", "affine", "mxfp4"))
     most = (0, 0) if kind == "dense" else (32, 1 << 20)
     found = Format(
         kind,
-        _one_of(fmt["dtype"], ("bf16", "f16", "f32")),
+        _one_of(fmt["dtype"], ("bf16", "f16", "f32", "e8m0")),
         _whole(fmt["bits"], 0, most[0]),
         _whole(fmt["group_size"], 0, most[1]),
     )
@@ -243,8 +239,8 @@ def _shape_format(entry: Mapping[str, Any]) -> tuple[tuple[int, ...], Format]:
     return shape, found
 
 
-def _matrix(entry: Mapping[str, Any]) -> tuple[tuple[int, int], Format]:
+def _segment(name: str, entry: Mapping[str, Any]) -> tuple[tuple[int, ...], Format]:
     shape, fmt = _shape_format(entry)
-    if len(shape) != 2:
-        raise FormatError(f"an expert's matrix has the shape {list(shape)}")
-    return (shape[0], shape[1]), fmt
+    if len(shape) != (1 if name in BIASES else 2):
+        raise FormatError(f"an expert's {name} has the shape {list(shape)}")
+    return shape, fmt

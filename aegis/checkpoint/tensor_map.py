@@ -49,21 +49,25 @@ class ResidentName:
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """The routed experts: stacked in one tensor per matrix, one module per expert, or fused.
+    """The routed experts: one tensor per matrix, one module per expert, fused, or blocks.
 
     The templates have the fields ``{layer}``, ``{part}`` and (separate) ``{expert}``.
     """
 
     layers: tuple[int, ...]
     num_experts: int
-    shapes: Mapping[str, tuple[int, int]]
-    """(out, in) of gate_proj, up_proj and down_proj."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """(out, in) of gate_proj, up_proj and down_proj; (out,) of their biases, where they have some:
+    ``gate_proj.bias`` and so on."""
     stacked: str
     separate: str
     separate_parts: Mapping[str, str] = field(default_factory=dict)
     """What ``separate`` calls a matrix, where that is not gate_proj, up_proj or down_proj."""
     fused: tuple[str, str] | None = None
     """Two tensors for all experts: gate_proj's rows with up_proj's behind them, and down_proj."""
+    blocks: tuple[str, str] | None = None
+    """The same in mxfp4 as its publisher writes it, gate_proj's and up_proj's rows in turn: each
+    name with ``_blocks``, ``_scales`` and, where there are biases, ``_bias`` behind it."""
 
 
 @dataclass(frozen=True)

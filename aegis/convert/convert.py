@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import hashlib
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import zip_longest
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aegis.checkpoint.config import COPIED_FILES, QuantSpec
 from aegis.checkpoint.fileio import (
@@ -20,7 +22,7 @@ from aegis.checkpoint.fileio import (
     copy_file,
     write_file,
 )
-from aegis.checkpoint.layout import PARTS, ExpertGeometry, StoreLayout
+from aegis.checkpoint.layout import ExpertGeometry, StoreLayout
 from aegis.checkpoint.manifest import Checksums, Manifest, encode
 from aegis.checkpoint.source import Checkpoint
 from aegis.checkpoint.store import EXPERT_FOLDERS, MANIFEST, RESIDENT, Store, expert_file, is_store
@@ -220,7 +222,7 @@ class _Job:
             self.write_3bit(Store.open(folder))
 
     def _copy_files(self, folder: Path) -> dict[str, tuple[int, int]]:
-        for name in self._copied:
+        for name in COPIED_FILES:  # Also one that was there when another process copied them.
             (folder / name).unlink(missing_ok=True)
         return {name: copy_file(path, folder / name) for name, path in self._copied.items()}
 
@@ -303,7 +305,7 @@ class _Job:
 
     def _fill_record(
         self,
-        record: np.ndarray[Any, np.dtype[np.uint8]],
+        record: NDArray[np.uint8],
         geometry: ExpertGeometry,
         sources: Mapping[str, ExpertSource],
         streams: Streams,
@@ -312,11 +314,25 @@ class _Job:
         """Padding is zero from the start and never written, so every record is deterministic."""
         layout = self._plan.layout
         align = RESIDENT_ALIGN if layout == "il16" else RECORD_ALIGN
-        for part in PARTS:
-            segment, source = geometry.segments[part], sources[part]
-            weight, first = source.of(expert)
-            rows = range(first, first + source.rows)
-            offset = segment.offset
-            for piece in packed(streams, part, weight, rows, segment.format, layout, align):
-                record[offset : offset + piece.size] = piece
-                offset += piece.size
+        groups: dict[str, dict[str, Iterator[NDArray[np.uint8]]]] = {}
+        ends = {part: segment.offset for part, segment in geometry.segments.items()}
+        for part, segment in geometry.segments.items():
+            weight, first = sources[part].of(expert)
+            rows = range(first, first + sources[part].rows)
+            pieces = packed(streams, part, weight, rows, segment.format, layout, align)
+            # Weights whose rows are in turn need the same bytes, which are read once for both.
+            groups.setdefault(part if weight.turn == (0, 1) else weight.name, {})[part] = pieces
+        for group in groups.values():
+            for part, piece in _in_step(group):
+                record[ends[part] : ends[part] + piece.size] = piece
+                ends[part] += piece.size
+
+
+def _in_step(
+    streams: Mapping[str, Iterator[NDArray[np.uint8]]],
+) -> Iterator[tuple[str, NDArray[np.uint8]]]:
+    """The next piece of each, with its name, until none has more."""
+    for pieces in zip_longest(*streams.values()):
+        for name, piece in zip(streams, pieces, strict=True):
+            if piece is not None:
+                yield name, piece

@@ -7,13 +7,18 @@ of everything that the files' bytes follow from.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from aegis.checkpoint.fileio import sync_folder, write_file
-from aegis.checkpoint.plainfile import FileDamageError, read_object
+from aegis.checkpoint.plainfile import (
+    MAX_JSON_NBYTES,
+    FileDamageError,
+    is_sealed,
+    parse_object,
+    read_regular,
+    sealed,
+)
 from aegis.convert.build import JOURNAL, partials_of
 
 
@@ -42,8 +47,7 @@ class Journal:
         """A file is finished and on the disk."""
         sync_folder(path.parent)
         self._files[self._name(path)] = tuple(checksums)
-        content = {"key": self._key, "files": self._files}
-        write_file(self.folder / JOURNAL, json.dumps(content).encode())
+        write_file(self.folder / JOURNAL, sealed({"key": self._key, "files": self._files}))
 
     def _name(self, path: Path) -> str:
         return path.relative_to(self.folder).as_posix()
@@ -60,18 +64,11 @@ def unfinished_of(destination: Path, key: str) -> Journal | None:
 
 def _read(folder: Path, key: str) -> Journal | None:
     try:
-        content = read_object(folder / JOURNAL)
+        data = read_regular(folder / JOURNAL, MAX_JSON_NBYTES)
+        content = parse_object(data)
     except (OSError, FileDamageError):
         return None
     files = content.get("files")
-    if content.get("key") != key or not isinstance(files, dict):
-        return None
-    if not all(map(_are_checksums, files.values())):
+    if not is_sealed(data) or content.get("key") != key or not isinstance(files, dict):
         return None
     return Journal(folder, key, {name: tuple(values) for name, values in files.items()})
-
-
-def _are_checksums(values: Any) -> bool:
-    return isinstance(values, list) and all(
-        isinstance(value, int) and 0 <= value < 1 << 32 for value in values
-    )

@@ -52,9 +52,9 @@ def layout_of(checkpoint: Checkpoint, resolved: Resolved, layout: Layout) -> Sto
     resident, resident_nbytes = place_resident(tensors, layout)
     first = next(iter(resolved.experts.values()))
     parts = {}
-    for part in PARTS:
+    for part in first:
         weights = [w for layer in resolved.experts.values() for w in layer[part].weights]
-        shape = (first[part].rows, weights[0].shape[1])
+        shape = (first[part].rows, *weights[0].shape[1:])
         parts[part] = (shape, _common_format(part, {_stored(w, layout) for w in weights}))
     experts = place_experts(parts, layout)
     source = first[PARTS[0]]

@@ -9,18 +9,19 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from aegis.checkpoint.config import QuantSpec
-from aegis.checkpoint.layout import PARTS
 from aegis.checkpoint.safetensors import TensorInfo
 from aegis.checkpoint.source import Checkpoint
 from aegis.checkpoint.tensor_map import ExpertNames, HeadPart, ResidentName, TensorMap
 from aegis.convert.fp8 import BF16, BLOCK
 from aegis.errors import CheckpointError
-from aegis.kernels.base import Format
-from aegis.kernels.sizes import FormatError, check_format
+from aegis.kernels.base import Format, Numbers
+from aegis.kernels.sizes import MXFP4, FormatError, check_format
 
-_DTYPES = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
+_DTYPES: dict[str, Numbers] = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
+_NUMBERS: dict[str, Literal["bf16", "e8m0"]] = {"affine": "bf16", "mxfp4": "e8m0"}
 _FP8 = "F8_E4M3"
 
 
@@ -40,7 +41,7 @@ class BlockScales:
     @property
     def format(self) -> Format:
         """That of the scales."""
-        return Format("dense", _DTYPES[self.tensor.dtype])  # type: ignore[arg-type]
+        return Format("dense", _DTYPES[self.tensor.dtype])
 
     def row(self, row: int) -> int:
         """The row of blocks that a row of the weight lies in."""
@@ -50,7 +51,7 @@ class BlockScales:
 
 @dataclass(frozen=True)
 class SourceWeight:
-    """A weight in the checkpoint: one tensor if dense; code words, scales, biases if affine.
+    """A weight in the checkpoint: one tensor if dense; code words, scales and, if affine, biases.
 
     Stacked experts are one weight whose rows are those of all experts.
     """
@@ -66,7 +67,9 @@ class SourceWeight:
     rows: tuple[tuple[int, int], ...] = ()
     """Which rows of the tensors these are, from and to, in this order; empty: all of them."""
     source_rows: int = 0
-    """How many the tensors have, where ``rows`` are given."""
+    """How many the tensors have, where these are not all."""
+    turn: tuple[int, int] = (0, 1)
+    """Rows of several weights follow each other in turn: which turn is this one's, of how many."""
     taps: int = 0
     """Above 0: every channel's taps, to be stored tap by tap."""
     add_one: bool = False
@@ -80,8 +83,9 @@ class SourceWeight:
         return self.target or self.format
 
     def row_nbytes(self, part: int) -> int:
-        """Bytes of one row of one of the tensors."""
-        return self.tensors[part].nbytes // (self.source_rows or self.shape[0])
+        """Bytes of one of the tensors that a row takes to read: its own, and those in turn with
+        it."""
+        return self.tensors[part].nbytes // (self.source_rows or self.shape[0]) * self.turn[1]
 
     def places(self, rows: range) -> list[range]:
         """Where these rows lie in the tensors."""
@@ -141,7 +145,7 @@ def resolve(checkpoint: Checkpoint, tensor_map: TensorMap) -> Resolved:
         resident[entry.name] = replace(weight, add_one=True) if add_one else weight
     names = tensor_map.experts
     experts = {
-        layer: {part: finder.experts(names, layer, part) for part in PARTS}
+        layer: {part: finder.experts(names, layer, part) for part in names.shapes}
         for layer in names.layers
     }
     finder.refuse_leftovers()
@@ -168,6 +172,9 @@ class _Finder:
                     " which are the same tensor"
                 )
             self._tensors[name] = tensor
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
 
     def has(self, source: str) -> bool:
         return self._tensor_name(source) in self._tensors
@@ -210,6 +217,11 @@ class _Finder:
         """A stack of matrices that the checkpoint has as a part of another matrix."""
         cols = entry.shape[0] // entry.stack if part.transposed else entry.shape[1]
         whole = self.weight(part.source, (entry.stack * part.head_rows, cols))
+        if whole.format.kind == "mxfp4":
+            raise CheckpointError(
+                f"{whole.name} is quantised as mxfp4, of which aegis cannot take a part; use a"
+                " checkpoint in which it is not"
+            )
         plain = Format("dense", whole.format.dtype)
         target = whole.format if whole.format.kind == "affine" else None
         return replace(whole, shape=entry.shape, format=plain, target=target, heads=(whole, part))
@@ -229,14 +241,14 @@ class _Finder:
         if f"{source}.scales" not in self._tensors or source.endswith(".bias"):
             self._check_unquantised(tensor)
             _check_tensor(tensor, (*lead, *shape), tuple(_DTYPES))
-            fmt = Format("dense", _DTYPES[tensor.dtype])  # type: ignore[arg-type]
+            fmt = Format("dense", _DTYPES[tensor.dtype])
             return SourceWeight(tensor.name, (rows, *shape[1:]), fmt, (tensor,))
-        scales, biases = self._take(f"{source}.scales"), self._take(f"{source}.biases")
         spec = self._spec(tensor)
-        _check_affine(tensor, scales, biases, (*lead, *shape), spec)
-        dtype = _DTYPES[scales.dtype]
-        fmt = Format("affine", dtype, spec.bits, spec.group_size)  # type: ignore[arg-type]
-        return SourceWeight(tensor.name, (rows, *shape[1:]), fmt, (tensor, scales, biases))
+        params = [self._take(f"{source}.scales")]
+        if spec.mode == "affine":
+            params.append(self._take(f"{source}.biases"))
+        fmt = _quantised_format(tensor, params, (*lead, *shape), spec)
+        return SourceWeight(tensor.name, (rows, *shape[1:]), fmt, (tensor, *params))
 
     def _block_scales(self, tensor: TensorInfo, name: str) -> TensorInfo:
         """The scales of codes in FP8, about which config.json must agree."""
@@ -274,25 +286,53 @@ class _Finder:
         return spec
 
     def experts(self, names: ExpertNames, layer: int, part: str) -> ExpertSource:
-        """One matrix of a layer's experts, in whichever spelling the checkpoint has."""
-        rows, cols = names.shapes[part]
-        count = names.num_experts
+        """One matrix of a layer's experts, or a bias, in whichever spelling the checkpoint has."""
+        shape, count = names.shapes[part], names.num_experts
+        rows = shape[0]
         alone, fused = _spellings(names, layer, part)
         for source in filter(self.has, alone):
-            return ExpertSource((self.weight(source, (rows, cols), count),), rows)
+            return ExpertSource((self.weight(source, shape, count),), rows)
         for source in filter(self.has, fused):
-            weight = self.weight(source, (2 * rows, cols), count)
+            weight = self.weight(source, (2 * rows, *shape[1:]), count)
             return ExpertSource((weight,), rows, rows if part == "up_proj" else 0, 2 * rows)
+        if names.blocks is not None and f"{names.blocks[0].format(layer=layer)}_blocks" in self:
+            return ExpertSource((self._in_turn(names, layer, part),), rows)
         word = names.separate_parts.get(part, part)
         separate = [
             names.separate.format(layer=layer, part=word, expert=expert) for expert in range(count)
         ]
         if not any(map(self.has, separate)):
             raise CheckpointError(
-                f"{self._path} lacks the experts of layer {layer}: neither {alone[0]}.weight nor"
-                f" {separate[0]}.weight is there"
+                f"{self._path} lacks the experts of layer {layer}: neither"
+                f" {self._tensor_name(alone[0])} nor {self._tensor_name(separate[0])} is there"
             )
-        return ExpertSource(tuple(self.weight(n, (rows, cols)) for n in separate), rows)
+        return ExpertSource(tuple(self.weight(n, shape) for n in separate), rows)
+
+    def _in_turn(self, names: ExpertNames, layer: int, part: str) -> SourceWeight:
+        """One matrix of all experts, or a bias, as the publisher of mxfp4 writes it."""
+        assert names.blocks is not None
+        name = names.blocks[part.startswith("down_proj")].format(layer=layer)
+        turn = (0, 1) if part.startswith("down_proj") else (int(part.startswith("up_proj")), 2)
+        (rows, *inputs), count = names.shapes[part], names.num_experts
+        whole = (count, turn[1] * rows)
+        tensors: tuple[TensorInfo, ...]
+        if inputs:
+            tensors = (self._take(f"{name}_blocks"), self._take(f"{name}_scales"))
+            groups, fmt = inputs[0] // MXFP4.group_size, MXFP4
+            _check_tensor(tensors[0], (*whole, groups, MXFP4.group_size // 2), ("U8",))
+            _check_tensor(tensors[1], (*whole, groups), ("U8",))
+        else:
+            tensors = (self._take(f"{name}_bias"),)
+            _check_tensor(tensors[0], whole, tuple(_DTYPES))
+            fmt = Format("dense", _DTYPES[tensors[0].dtype])
+        return SourceWeight(
+            tensors[0].name,
+            (count * rows, *inputs),
+            fmt,
+            tensors,
+            source_rows=count * whole[1],
+            turn=turn,
+        )
 
     def refuse_leftovers(self) -> None:
         for name in sorted(self._tensors.keys() - self._used):
@@ -328,15 +368,13 @@ def _check_tensor(tensor: TensorInfo, shape: tuple[int, ...], dtypes: tuple[str,
         )
 
 
-def _check_affine(
-    tensor: TensorInfo,
-    scales: TensorInfo,
-    biases: TensorInfo,
-    shape: tuple[int, ...],
-    spec: QuantSpec,
-) -> None:
+def _quantised_format(
+    tensor: TensorInfo, params: list[TensorInfo], shape: tuple[int, ...], spec: QuantSpec
+) -> Format:
+    """The format of code words with these scales, and biases; all of them are checked."""
+    fmt = Format(spec.mode, _NUMBERS[spec.mode], spec.bits, spec.group_size)
     try:
-        check_format(shape[-2:], Format("affine", "bf16", spec.bits, spec.group_size), "row")
+        check_format(shape[-2:], fmt, "row")
     except FormatError as error:
         raise CheckpointError(
             f"{tensor.name} cannot be read: {error}; use a checkpoint quantised another way"
@@ -349,10 +387,13 @@ def _check_affine(
             " config.json or the file is wrong"
         )
     _check_tensor(tensor, (*lead, cols * spec.bits // 32), ("U32",))
-    for params in (scales, biases):
-        _check_tensor(params, (*lead, cols // spec.group_size), tuple(_DTYPES))
-    if biases.dtype != scales.dtype:
+    dtypes = tuple(_DTYPES) if spec.mode == "affine" else ("U8",)
+    for array in params:
+        _check_tensor(array, (*lead, cols // spec.group_size), dtypes)
+    scales, last = params[0], params[-1]
+    if last.dtype != scales.dtype:
         raise CheckpointError(
-            f"{biases.name} is {biases.dtype}, but its scales are {scales.dtype}; the checkpoint is"
+            f"{last.name} is {last.dtype}, but its scales are {scales.dtype}; the checkpoint is"
             " damaged"
         )
+    return replace(fmt, dtype=_DTYPES[scales.dtype]) if spec.mode == "affine" else fmt

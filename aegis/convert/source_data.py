@@ -38,6 +38,8 @@ _KEPT_NBYTES = 8 << 20
 """Scales and biases that may wait in memory behind their codes."""
 
 _EXPONENT = {"bf16": 0x7F80, "f16": 0x7C00, "f32": 0x7F800000}
+_MOST_E8M0 = 252
+"""A scale of which the largest code still makes a finite float32."""
 
 
 class Streams:
@@ -46,6 +48,7 @@ class Streams:
     def __init__(self, piece_nbytes: int) -> None:
         self.piece_nbytes = piece_nbytes
         self._readers: dict[str, tuple[Path, UncachedReader]] = {}
+        self._kept: dict[str, tuple[tuple[Path, int, int], U8]] = {}
 
     def __enter__(self) -> Streams:
         return self
@@ -58,6 +61,16 @@ class Streams:
     ) -> None:
         for _, reader in self._readers.values():
             reader.close()
+
+    def read_twice(self, stream: str, path: Path, offset: int, nbytes: int) -> U8:
+        """The same for a range that is asked for a second time before any other of the stream."""
+        place = (path, offset, nbytes)
+        kept = self._kept.pop(stream, None)
+        if kept is not None and kept[0] == place:
+            return kept[1]
+        data = self.read(stream, *place)
+        self._kept[stream] = place, data
+        return data
 
     def read(self, stream: str, path: Path, offset: int, nbytes: int) -> U8:
         """Bytes of a file. Each stream keeps its place, so that small ranges share reads."""
@@ -205,7 +218,7 @@ def _read_part(
 ) -> Raw:
     """Rows of one of a weight's tensors as [rows, items]; code words at ``bits`` per code."""
     raw = _read_numbers(streams, role, weight, index, rows)
-    if weight.format.kind == "affine" and index == 0:
+    if weight.format.kind != "dense" and index == 0:
         return repack_codes(raw, weight.format.bits, bits)
     _refuse_not_finite(raw, weight.format, weight.tensors[index])
     return raw
@@ -228,12 +241,17 @@ def _read_numbers(
 def _read_rows(streams: Streams, role: str, weight: SourceWeight, index: int, rows: range) -> Raw:
     """Neighbouring rows of one of a weight's tensors as [rows, items]; those in FP8 as numbers."""
     tensor, row_nbytes = weight.tensors[index], weight.row_nbytes(index)
+    turn, turns = weight.turn
+    once = turns == 1
+    take = streams.read if once else streams.read_twice
     start, size = tensor.offset + rows.start * row_nbytes, len(rows) * row_nbytes
-    data = streams.read(f"{role}.{index}", tensor.path, start, size).reshape(len(rows), -1)
+    stream = f"{role}.{index}" if once else tensor.name
+    data = take(stream, tensor.path, start, size).reshape(len(rows), -1)
     if weight.scales is not None:
         return dequantized(data, _block_scales(streams, role, weight.scales, rows))
-    words = weight.format.kind == "affine" and index == 0
-    return data.view(np.uint32 if words else raw_dtype(weight.format))
+    words = weight.format.kind != "dense" and index == 0
+    raw: Raw = data.view(np.uint32 if words else raw_dtype(weight.format))
+    return raw.reshape(len(rows), turns, -1)[:, turn]
 
 
 def _block_scales(
@@ -251,8 +269,12 @@ def _block_scales(
 
 
 def _refuse_not_finite(raw: Raw, fmt: Format, tensor: TensorInfo, how: str = "") -> None:
-    mask = raw.dtype.type(_EXPONENT[fmt.dtype])
-    if ((raw & mask) == mask).any():
+    if fmt.dtype == "e8m0":
+        wrong = raw > _MOST_E8M0
+    else:
+        mask = raw.dtype.type(_EXPONENT[fmt.dtype])
+        wrong = (raw & mask) == mask
+    if wrong.any():
         raise CheckpointError(
             f"{tensor.name} in {tensor.path} holds values that are not finite{how} (NaN or"
             " infinity); the checkpoint is damaged"

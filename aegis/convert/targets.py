@@ -1,8 +1,9 @@
 """What each weight of a plain checkpoint becomes when it is quantised while it is converted.
 
 The choice is that of ``mlx_lm.convert``: every matrix whose inputs come in whole groups, embedding
-and head included, at the width that was asked for; but what a family's rules except. Numbers are
-first rounded to the type that the config names, those that stay plain too.
+and head included, at the width that was asked for; but what a family's rules except, and what is
+mxfp4 already. Numbers are first rounded to the type that the config names, those that stay plain
+too.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ def quantised(
     numbers = _numbers(checkpoint.config)
 
     def aimed(name: str, weight: SourceWeight) -> SourceWeight:
+        if weight.format.kind == "mxfp4":
+            return weight
         if weight.format.kind == "affine":
             raise CheckpointError(
                 f"{checkpoint.path} is quantised already ({weight.name} has"

@@ -18,7 +18,7 @@ from aegis.checkpoint.fileio import (
     aligned_buffer,
     write_file,
 )
-from aegis.checkpoint.layout import PARTS, ExpertGeometry
+from aegis.checkpoint.layout import ExpertGeometry
 from aegis.checkpoint.manifest import encode
 from aegis.checkpoint.store import EXPERT_FOLDERS, MANIFEST, Store, expert_file
 from aegis.convert.build import (
@@ -130,8 +130,8 @@ def _convert_record(
     record: U8, old: ExpertGeometry, out: U8, new: ExpertGeometry, layout: Layout
 ) -> None:
     align = RESIDENT_ALIGN if layout == "il16" else RECORD_ALIGN
-    for part in PARTS:
-        before, after = old.segments[part], new.segments[part]
+    for part, before in old.segments.items():
+        after = new.segments[part]
         data = record[before.offset : before.offset + before.nbytes]
         target = out[after.offset : after.offset + after.nbytes]
         if before.format == after.format:

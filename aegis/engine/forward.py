@@ -18,13 +18,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from aegis.kernels.base import (
-        Array,
-        Queue,
-        QueuedHeadBlock,
-        QueuedLayer,
-        Routing,
-    )
+    from aegis.kernels.base import Array, Routing
+    from aegis.kernels.queued import Queue, QueuedHeadBlock, QueuedLayer
     from aegis.models.base import Decoder
     from aegis.tiers.facade import ExpertTiers
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from aegis.engine.forward import Forward
-    from aegis.kernels.base import Array, Queue
+    from aegis.kernels.base import Array
+    from aegis.kernels.queued import Queue
 
 
 @dataclass

@@ -27,7 +27,8 @@ def device_of(backend: str) -> Device:
 
 
 def numbers_of(settings: Settings, device: Device, layout: StoreLayout) -> Numbers:
-    """The numbers of activations: float32 on a CPU, on a GPU those of the experts' scales.
+    """The numbers of activations: float32 on a CPU, on a GPU those of the experts' scales, or of
+    the embedding's, where these are powers of two.
 
     Raises:
         UsageError: the ones asked for are not what the device computes in.
@@ -41,7 +42,9 @@ def numbers_of(settings: Settings, device: Device, layout: StoreLayout) -> Numbe
         return "f32"
     if wanted != "auto":
         return wanted
-    return next(iter(layout.geometry(settings.experts).segments.values())).format.dtype
+    experts = next(iter(layout.geometry(settings.experts).segments.values())).format.dtype
+    found = layout.embedding.format.dtype if experts == "e8m0" else experts
+    return "bf16" if found == "e8m0" else found
 
 
 def prefill_steps(settings: Settings, backend: str, context: int) -> list[int]:

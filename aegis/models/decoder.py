@@ -20,6 +20,7 @@ from aegis.kernels.base import (
     QKNorm,
     RouterSpec,
     Scoring,
+    SwigluClamp,
 )
 from aegis.models.base import Decoder, DecoderLayer, ModelShape, MoeBlocks, Parts
 from aegis.models.delta import delta_names, delta_weights
@@ -32,7 +33,7 @@ from aegis.models.layers import (
     router_weights,
     shared_expert_weights,
 )
-from aegis.models.rotary import rotary_frequencies
+from aegis.models.rotary import Rotary, rotary_frequencies
 
 if TYPE_CHECKING:
     from aegis.checkpoint.config import ModelConfig
@@ -54,7 +55,7 @@ SIGMOID_ROUTER = frozenset(
 
 @dataclass(frozen=True)
 class MoeNames:
-    """What a layer calls its router and experts; see ``ExpertNames`` for the last three."""
+    """What a layer calls its router and experts; see ``ExpertNames`` for the last four."""
 
     gate: str = "mlp.gate"
     shared: str = "mlp.shared_expert"
@@ -62,6 +63,7 @@ class MoeNames:
     separate: str = "mlp.experts.{expert}.{part}"
     separate_parts: Mapping[str, str] = field(default_factory=dict)
     fused: tuple[str, str] | None = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    blocks: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -83,12 +85,23 @@ class Description:
     """Whether a shared expert, where there is one, has a gate."""
     rotary_dim: int | None = None
     """Channels of a head that are rotated; None: all."""
+    rotary: Rotary | None = None
+    """In place of what the two say."""
+    windows: tuple[int | None, ...] = ()
+    """How many positions each layer's attention sees, None: all; empty: all in every layer."""
+    sinks: bool = False
+    """Every head has a score without a position."""
     qkv_bias: bool = False
+    o_bias: bool = False
     qk_norm: QKNorm = "none"
     attention_scale: float | None = None
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0
+    moe_bias: bool = False
+    """Routers and experts have biases."""
+    clamp: SwigluClamp | None = None
+    """Of the experts' SwiGLU."""
     names: MoeNames = MoeNames()
     quantize: QuantizeRules = field(default_factory=QuantizeRules)
     fused_delta: bool = False
@@ -185,21 +198,30 @@ def tensor_map(model: Description) -> TensorMap:
         resident.append(ResidentName("lm_head", (sizes.vocab_size, hidden)))
     tied = (r"lm_head\..*",) if sizes.tie_word_embeddings else ()
     prefix = "layers.{layer}."
+    fused, blocks = (
+        (prefix + both[0], prefix + both[1]) if both else None
+        for both in (names.fused, names.blocks)
+    )
     experts = ExpertNames(
         layers=sizes.moe_layers,
         num_experts=sizes.num_experts,
-        shapes={
-            "gate_proj": (width, hidden),
-            "up_proj": (width, hidden),
-            "down_proj": (hidden, width),
-        },
+        shapes=_expert_shapes(hidden, width, model.moe_bias),
         stacked=prefix + names.stacked,
         separate=prefix + names.separate,
         separate_parts=names.separate_parts,
-        fused=(prefix + names.fused[0], prefix + names.fused[1]) if names.fused else None,
+        fused=fused,
+        blocks=blocks,
     )
     ignored = (*TensorMap.ignored, *tied, *model.ignored)
     return TensorMap(tuple(resident), experts, model.prefixes, ignored, model.quantize)
+
+
+def _expert_shapes(hidden: int, width: int, bias: bool) -> dict[str, tuple[int, ...]]:
+    rows = {"gate_proj": width, "up_proj": width, "down_proj": hidden}
+    shapes: dict[str, tuple[int, ...]] = {
+        part: (count, hidden + width - count) for part, count in rows.items()
+    }
+    return shapes | ({f"{part}.bias": (count,) for part, count in rows.items()} if bias else {})
 
 
 def _layer_names(layer: int, model: Description) -> list[ResidentName]:
@@ -249,6 +271,8 @@ _ZERO_CENTRED = ("layernorm", ".q_norm", ".k_norm")
 def _moe_shapes(model: Description) -> dict[str, tuple[int, ...]]:
     sizes = model.shape
     shapes: dict[str, tuple[int, ...]] = {"mlp.gate": (sizes.num_experts, sizes.hidden_size)}
+    if model.moe_bias:
+        shapes["mlp.gate.bias"] = (sizes.num_experts,)
     if model.scoring == "sigmoid":
         shapes["mlp.gate.e_score_correction_bias"] = (sizes.num_experts,)
     if sizes.shared_expert_intermediate_size:
@@ -280,6 +304,10 @@ def _attention_shapes(model: Description) -> dict[str, tuple[int, ...]]:
             channels = rows if model.qk_norm == "all" else sizes.head_dim
             shapes[f"self_attn.{p}_norm"] = (channels,)
     shapes["self_attn.o_proj"] = (sizes.hidden_size, heads["q"] * sizes.head_dim)
+    if model.o_bias:
+        shapes["self_attn.o_proj.bias"] = (sizes.hidden_size,)
+    if model.sinks:
+        shapes["self_attn.sinks"] = (sizes.num_attention_heads,)
     return shapes
 
 
@@ -335,17 +363,22 @@ def _attention(model: Description, parts: Parts, layer: int) -> AttentionBlock:
         return backend.delta(sizes.delta, delta_weights(weights, layer))
     if model.latent is not None:
         return backend.latent_attention(model.latent, latent_weights(weights, layer))
+    rotary = model.rotary or Rotary(
+        rotary_frequencies(model.rope_theta, model.rotary_dim or sizes.head_dim)
+    )
     spec = AttentionSpec(
         hidden_size=sizes.hidden_size,
         num_attention_heads=sizes.num_attention_heads,
         num_key_value_heads=sizes.num_key_value_heads,
         head_dim=sizes.head_dim,
         rms_norm_eps=model.rms_norm_eps,
-        inv_freq=rotary_frequencies(model.rope_theta, model.rotary_dim or sizes.head_dim),
+        inv_freq=rotary.inv_freq,
         qk_norm=model.qk_norm,
         scale=model.attention_scale,
         residual_multiplier=model.residual_multiplier,
         output_gate=sizes.output_gate,
+        rotary_scale=rotary.scale,
+        window=model.windows[layer] if model.windows else None,
     )
     return backend.attention(spec, attention_weights(weights, layer))
 
@@ -386,4 +419,5 @@ def _experts(model: Description, parts: Parts) -> ExpertsSpec:
         layout=parts.layout,
         segments=parts.segments,
         residual_multiplier=model.residual_multiplier,
+        clamp=model.clamp,
     )

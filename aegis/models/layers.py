@@ -23,12 +23,13 @@ def attention_weights(weights: Mapping[str, Weight], layer: int) -> dict[str, We
     for p in ("q", "k", "v", "o"):
         names[f"{p}_proj"] = f"self_attn.{p}_proj"
         names[f"{p}_bias"] = f"self_attn.{p}_proj.bias"
+    names["sinks"] = "self_attn.sinks"
     return submodule(weights, f"layers.{layer}.", names)
 
 
 def router_weights(weights: Mapping[str, Weight], layer: int) -> dict[str, Weight]:
-    """Post-attention norm and gate of a layer, and its corrections, if it has them."""
-    names = {"norm": "post_attention_layernorm", "gate": "mlp.gate"}
+    """Post-attention norm and gate of a layer, and its bias and corrections, if it has them."""
+    names = {"norm": "post_attention_layernorm", "gate": "mlp.gate", "bias": "mlp.gate.bias"}
     names["correction"] = "mlp.gate.e_score_correction_bias"
     return submodule(weights, f"layers.{layer}.", names)
 
@@ -88,6 +89,8 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "kv_lora_rank": (None,),
     "q_lora_rank": (None,),
     "attention_sinks": (False, None),
+    "swiglu_limit": (None,),
+    "swiglu_alpha": (None,),
 }
 """Keys that change the maths when they hold anything but these values."""
 

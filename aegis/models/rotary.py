@@ -53,7 +53,7 @@ def rotary_frequencies(theta: float, dim: int) -> tuple[float, ...]:
         return tuple(map(_float32, _exact(theta, dim)))
 
 
-def read_rotary(config: ModelConfig, dim: int) -> Rotary:
+def read_rotary(config: ModelConfig, dim: int, default_theta: float = 10000.0) -> Rotary:
     """The rotary embedding of ``dim`` channels that a config describes.
 
     Raises:
@@ -62,7 +62,7 @@ def read_rotary(config: ModelConfig, dim: int) -> Rotary:
     found = config.section("rope_parameters") or config.section("rope_scaling")
     inside = found is not None and found.get("rope_theta") is not None
     where = found if found is not None and inside else config
-    theta = where.float("rope_theta", 10000.0)
+    theta = where.float("rope_theta", default_theta)
     kind = "default" if found is None else found.get("rope_type", found.get("type", "default"))
     if found is None or kind == "default":
         return Rotary(rotary_frequencies(theta, dim))

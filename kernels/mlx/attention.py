@@ -36,12 +36,12 @@ class MlxKVCache:
         if self.values is not None and values is not None:
             self.values[:, :, start:end] = values
 
-    def until(self, end: int) -> tuple[mx.array, mx.array]:
-        """Keys and values of the positions before ``end``."""
-        keys = self.keys[:, :, :end]
+    def until(self, end: int, begin: int = 0) -> tuple[mx.array, mx.array]:
+        """Keys and values of the positions before ``end``, from ``begin`` on."""
+        keys = self.keys[:, :, begin:end]
         if self.values is None:
             return keys, keys[..., : self._latent_dim]
-        return keys, self.values[:, :, :end]
+        return keys, self.values[:, :, begin:end]
 
 
 class Positions:
@@ -75,7 +75,9 @@ class MlxAttention:
         self._norm = vector(memory, traits, weights["norm"])
         biases = [weights[f"{name}_bias"] for name in "qkv" if f"{name}_bias" in weights]
         self._qkv = SideBySide(memory, traits, [weights[f"{n}_proj"] for n in "qkv"], biases)
-        self._o = Linear(memory, traits, weights["o_proj"])
+        bias = vector(memory, traits, weights["o_bias"]) if "o_bias" in weights else None
+        self._o = Linear(memory, traits, weights["o_proj"], bias)
+        self._sinks = vector(memory, traits, weights["sinks"]) if "sinks" in weights else None
         self._qk_norms: list[mx.array] = []
         if spec.qk_norm != "none":
             self._qk_norms = [vector(memory, traits, weights[f"{name}_norm"]) for name in "qk"]
@@ -83,6 +85,10 @@ class MlxAttention:
             self._qk_norms = [_for_heads(spec, *self._qk_norms)]
         # MLX divides positions by these.
         self._periods = mx.array(1 / np.array(spec.inv_freq, np.float64), mx.float32)
+        scales = np.ones(spec.head_dim, np.float32)
+        scales[: 2 * len(spec.inv_freq)] = spec.rotary_scale
+        self._turned = mx.array(scales).astype(traits.dtype)
+        """What every channel is multiplied by when it has been rotated."""
         self._rows = None if traits.attention_is_fused(spec.head_dim) else ATTENTION_ROWS
         self._enter_one, self._leave_one = device.compiled(self._enter), device.compiled(self.leave)
 
@@ -98,7 +104,9 @@ class MlxAttention:
         enter = self._enter_one if x.shape[0] == 1 else self._enter
         q, k, v, *gates = enter(x, self._positions.at(start))
         kv.append(k, v, start)
-        return over_keys(q, kv, start, self._scale, self._rows), *gates
+        window = self._spec.window
+        mixed = over_keys(q, kv, start, self._scale, self._rows, window, self._sinks)
+        return mixed, *gates
 
     def _enter(self, x: mx.array, start: mx.array) -> tuple[mx.array, ...]:
         """x [T, H] to queries, keys and values [1, heads, T, head_dim], rotated; and gates."""
@@ -127,6 +135,8 @@ class MlxAttention:
             offset=start,
             freqs=self._periods,
         )
+        if spec.rotary_scale != 1:
+            rotated = rotated * self._turned
         return rotated[:, :queries], rotated[:, queries:], heads[:, values:], *gates
 
     def _without_gates(self, out: mx.array) -> tuple[mx.array, list[mx.array]]:
@@ -158,20 +168,44 @@ class MlxAttention:
         return x + (out if multiplier == 1 else out * multiplier)
 
 
-def over_keys(q: mx.array, kv: MlxKVCache, start: int, scale: float, step: int | None) -> mx.array:
-    """Queries [1, heads, T, head_dim] at positions start.. over all keys up to their own, ``step``
-    of them at once (None: all)."""
+def over_keys(
+    q: mx.array,
+    kv: MlxKVCache,
+    start: int,
+    scale: float,
+    step: int | None,
+    window: int | None = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """Queries [1, heads, T, head_dim] at positions start.. over the keys up to their own, ``step``
+    of them at once (None: all). window: over so many keys, the last ones. sinks [heads]."""
     rows = q.shape[2]
     step = step or rows
     blocks = []
     for first in range(0, rows, step):
         block = q if rows <= step else q[:, :, first : first + step]
-        keys, values = kv.until(start + min(first + step, rows))
-        mask = "causal" if block.shape[2] > 1 else None
+        count, end = block.shape[2], start + min(first + step, rows)
+        # The window of the first query begins here.
+        begin = max(end - count + 1 - window, 0) if window else 0
+        keys, values = kv.until(end, begin)
+        mask: mx.array | str | None = None
+        if count > 1:
+            mask = "causal"
+            if window is not None and end - begin > window:
+                mask = _in_window(count, end - begin, window)
         blocks.append(
-            mx.fast.scaled_dot_product_attention(block, keys, values, scale=scale, mask=mask)
+            mx.fast.scaled_dot_product_attention(
+                block, keys, values, scale=scale, mask=mask, sinks=sinks
+            )
         )
     return blocks[0] if len(blocks) == 1 else mx.concatenate(blocks, axis=2)
+
+
+def _in_window(queries: int, keys: int, window: int) -> mx.array:
+    """Which keys the last positions' queries see, bool [queries, keys]."""
+    own = mx.arange(keys - queries, keys)[:, None]
+    key = mx.arange(keys)[None]
+    return (key <= own) & (key > own - window)
 
 
 def _for_heads(spec: AttentionSpec, q_norm: mx.array, k_norm: mx.array) -> mx.array:

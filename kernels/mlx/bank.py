@@ -10,10 +10,10 @@ from collections.abc import Mapping
 
 import mlx.core as mx
 
-from aegis.kernels.base import Segment
+from aegis.kernels.base import ExpertsSpec, Segment
 from aegis.kernels.mlx.device import Traits
-from aegis.kernels.mlx.linear import halves, mixed_swiglu, swiglu
-from aegis.kernels.mlx.memory import Arrays
+from aegis.kernels.mlx.linear import activation, halves, mixed_swiglu
+from aegis.kernels.mlx.memory import Arrays, quantised
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -21,13 +21,17 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 class Bank:
     """All slots' experts as matrices."""
 
-    def __init__(
-        self, traits: Traits, segments: Mapping[str, Segment], pools: Mapping[str, Arrays]
-    ) -> None:
-        gate, up, down = (_Matrix(traits, segments[n], pools[n]) for n in PROJECTIONS)
+    def __init__(self, traits: Traits, spec: ExpertsSpec, pools: Mapping[str, Arrays]) -> None:
+        gate, up, down = (_Matrix(traits, spec.segments[n], pools[n]) for n in PROJECTIONS)
         together = pools["gate_proj"] is pools["up_proj"]
         self._entering = [gate] if together else [gate, up]
-        self._down = down
+        self._down, self._dtype = down, traits.dtype
+        self._mixed = spec.clamp is None
+        self._swiglu = activation(spec.clamp)
+        self._biases: list[mx.array] = []
+        """Of the first two matrices, one behind the other, and of the last, in every slot."""
+        if "gate_proj.bias" in pools:
+            self._biases = [pools[f"{name}.bias"][0] for name in ("gate_proj", "down_proj")]
         self._made: dict[int, tuple[mx.array, mx.array]] = {}
         self.copies = any(matrix.copies for matrix in (gate, up, down))
         """Chosen experts are copied out of their slots: kernels need other numbers."""
@@ -35,8 +39,13 @@ class Bank:
     def one(self, x: mx.array, weights: mx.array, slots: mx.array) -> mx.array:
         """A row x [1, H] through the experts in slots [K], mixed by weights [1, K], to [1, H]."""
         row, each = self._sources(slots.shape[0])
-        inner = mixed_swiglu(*self._enter(x[None], slots, None, row), weights.reshape(-1, 1, 1))
-        return self._down(inner, slots, None, each).sum(axis=0)
+        gate, up = self._enter(x[None], slots, None, row)
+        shares = weights.reshape(-1, 1, 1)
+        inner = mixed_swiglu(gate, up, shares) if self._mixed else self._swiglu(gate, up) * shares
+        out = self._down(inner, slots, None, each)
+        if self._biases:
+            out = out + self._bias(1, slots, None) * shares
+        return out.sum(axis=0)
 
     def _enter(
         self,
@@ -47,7 +56,16 @@ class Bank:
     ) -> tuple[mx.array, mx.array]:
         """What the first two matrices make of x; see _Matrix."""
         outputs = [matrix(x, slots, index, source) for matrix in self._entering]
-        return halves(outputs[0]) if len(outputs) == 1 else (outputs[0], outputs[1])
+        gate, up = halves(outputs[0]) if len(outputs) == 1 else (outputs[0], outputs[1])
+        if not self._biases:
+            return gate, up
+        of_gate, of_up = halves(self._bias(0, slots, index))
+        return gate + of_gate, up + of_up
+
+    def _bias(self, which: int, slots: mx.array, index: mx.array | None) -> mx.array:
+        """Biases [n, 1, out] of the experts in slots[index[i]]."""
+        rows = self._biases[which][slots if index is None else slots[index]]
+        return rows.astype(self._dtype)[:, None]
 
     def _sources(self, count: int) -> tuple[mx.array, mx.array]:
         """Which row each of ``count`` products takes: always row 0, and each its own. Given rather
@@ -60,7 +78,8 @@ class Bank:
 
     def tiles(self, x: mx.array, slots: mx.array, index: mx.array) -> mx.array:
         """x [n, M, H] to [n, M, H]: rows x[i] through the expert in slots[index[i]]."""
-        return self._down(swiglu(*self._enter(x, slots, index)), slots, index)
+        out = self._down(self._swiglu(*self._enter(x, slots, index)), slots, index)
+        return out + self._bias(1, slots, index) if self._biases else out
 
 
 class _Matrix:
@@ -68,8 +87,8 @@ class _Matrix:
 
     def __init__(self, traits: Traits, segment: Segment, pools: Arrays) -> None:
         self._format, self._pools, self._dtype = segment.format, pools, traits.dtype
-        dense = segment.format.kind == "dense"
-        self.copies = dense or pools[-1].dtype != traits.dtype
+        kind = segment.format.kind
+        self.copies = kind == "dense" or (kind == "affine" and pools[-1].dtype != traits.dtype)
 
     def __call__(
         self,
@@ -88,17 +107,15 @@ class _Matrix:
         if self._format.kind == "dense":
             matrices = arrays[0].swapaxes(-1, -2)
             return mx.gather_mm(x, matrices, lhs_indices=source, rhs_indices=which)
-        codes, scales, biases = arrays
         return mx.gather_qmm(
             x,
-            codes,
-            scales,
-            biases,
+            *quantised(arrays),
             lhs_indices=source,
             rhs_indices=which,
             transpose=True,
             group_size=self._format.group_size,
             bits=self._format.bits,
+            mode=self._format.kind,
         )
 
     def _taken(self, slots: mx.array) -> Arrays:

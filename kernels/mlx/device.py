@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-DTYPES = {"f32": mx.float32, "bf16": mx.bfloat16, "f16": mx.float16}
+DTYPES = {"f32": mx.float32, "bf16": mx.bfloat16, "f16": mx.float16, "e8m0": mx.uint8}
 """MLX's type of numbers."""
 _CPU_TILE_ROWS = 4
 """The CPU computes padding rows one by one like all others."""

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from aegis.kernels.base import Format, Layout, Weight
 from aegis.kernels.mlx import device
 from aegis.kernels.mlx.device import Traits
-from aegis.kernels.mlx.memory import MlxMemory
+from aegis.kernels.mlx.memory import MlxMemory, quantised
 from aegis.kernels.sizes import dtype_nbytes
 
 
@@ -54,13 +54,14 @@ class MlxEmbedding:
         dtype = self._traits.dtype
         if self._format.kind == "dense":
             return self._multiplied(rows[0].astype(dtype))
-        codes, scales, biases = rows
+        fmt = self._format
+        params = [array.astype(dtype) if fmt.kind == "affine" else array for array in rows[1:]]
         numbers = mx.dequantize(
-            codes,
-            scales.astype(dtype),
-            biases.astype(dtype),
-            group_size=self._format.group_size,
-            bits=self._format.bits,
+            *quantised((rows[0], *params)),
+            group_size=fmt.group_size,
+            bits=fmt.bits,
+            mode=fmt.kind,
+            dtype=dtype,
         )
         return self._multiplied(numbers)
 

@@ -13,7 +13,7 @@ from aegis.kernels.base import ExpertsSpec, Routing, Weight
 from aegis.kernels.mlx import device
 from aegis.kernels.mlx.bank import Bank
 from aegis.kernels.mlx.device import Traits
-from aegis.kernels.mlx.linear import Linear, SideBySide, gated_sum, halves, swiglu
+from aegis.kernels.mlx.linear import Linear, SideBySide, activation, gated_sum, halves
 from aegis.kernels.mlx.memory import MlxMemory
 from aegis.kernels.mlx.router import MlxRouting
 from aegis.kernels.mlx.sizes import CALL_TILES, TAKEN_EXPERTS
@@ -40,7 +40,8 @@ class MlxExperts:
         if spec.layout != "row":
             raise ValueError(f"the mlx backend reads experts in layout row, not {spec.layout}")
         self._queue, self._multiplier = queue, spec.residual_multiplier
-        self._bank = Bank(traits, spec.segments, memory.pools)
+        self._bank = Bank(traits, spec, memory.pools)
+        self._swiglu = activation(spec.clamp)
         self._entering: SideBySide | None = None
         if "gate_proj" in weights:
             pair = [weights["gate_proj"], weights["up_proj"]]
@@ -91,7 +92,7 @@ class MlxExperts:
         """The shared expert's output and its gate, as far as there are any."""
         if self._entering is None:
             return ()
-        out = self._down(swiglu(*halves(self._entering(normed))))
+        out = self._down(self._swiglu(*halves(self._entering(normed))))
         return (out,) if self._gate is None else (out, self._gate(normed))
 
     def one_row(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import mlx.core as mx
 
-from aegis.kernels.base import Weight
+from aegis.kernels.base import SwigluClamp, Weight
 from aegis.kernels.mlx.device import Traits
-from aegis.kernels.mlx.memory import Arrays, MlxMemory
+from aegis.kernels.mlx.memory import Arrays, MlxMemory, quantised
 
 
 class Linear:
@@ -36,21 +36,23 @@ class Linear:
         if self._format.kind == "dense":
             out = x @ self._arrays[0].T
         else:
-            codes, scales, biases = self._arrays
-            bits, group_size = self._format.bits, self._format.group_size
+            fmt = self._format
             if self._by_index and x.shape[0] > 1:
                 out = mx.gather_qmm(
                     x,
-                    codes[None],
-                    scales[None],
-                    biases[None],
+                    *quantised(tuple(array[None] for array in self._arrays)),
                     rhs_indices=mx.array(0, mx.uint32),
-                    group_size=group_size,
-                    bits=bits,
+                    group_size=fmt.group_size,
+                    bits=fmt.bits,
+                    mode=fmt.kind,
                 )
             else:
                 out = mx.quantized_matmul(
-                    x, codes, scales, biases, group_size=group_size, bits=bits
+                    x,
+                    *quantised(self._arrays),
+                    group_size=fmt.group_size,
+                    bits=fmt.bits,
+                    mode=fmt.kind,
                 )
         if out.dtype != self._dtype:
             out = out.astype(self._dtype)
@@ -83,17 +85,15 @@ class ByHead:
             matrices = self._arrays[0].swapaxes(-1, -2)[:, None]
             by_head = x.reshape(self._heads, tiles, *x.shape[1:])
             return by_head @ matrices
-        codes, scales, biases = self._arrays
         which = mx.arange(self._heads * tiles, dtype=mx.uint32) // tiles
         return mx.gather_qmm(
             x,
-            codes,
-            scales,
-            biases,
+            *quantised(self._arrays),
             rhs_indices=which,
             transpose=True,
             group_size=self._format.group_size,
             bits=self._format.bits,
+            mode=self._format.kind,
         )
 
 
@@ -128,7 +128,7 @@ class SideBySide:
 
 def in_numbers(arrays: Arrays, weight: Weight, traits: Traits) -> Arrays:
     """Scales and biases widened once where activations are float32: MLX would do it every call."""
-    if weight.format.kind == "dense" or traits.numbers != "f32":
+    if weight.format.kind != "affine" or traits.numbers != "f32":
         return arrays
     widened = (arrays[0], *(array.astype(mx.float32) for array in arrays[1:]))
     mx.eval(widened)
@@ -152,6 +152,20 @@ def swiglu(gate: mx.array, up: mx.array) -> mx.array:
 def mixed_swiglu(gate: mx.array, up: mx.array, weights: mx.array) -> mx.array:
     """The same times weights, which takes no operation of its own."""
     return gate * mx.sigmoid(gate) * up * weights
+
+
+@partial(mx.compile, shapeless=True)
+def _clamped(gate: mx.array, up: mx.array, limit: float, alpha: float) -> mx.array:
+    gate, up = mx.minimum(gate, limit), mx.clip(up, -limit, limit)
+    return gate * mx.sigmoid(alpha * gate) * (up + 1)
+
+
+def activation(clamp: SwigluClamp | None) -> Callable[[mx.array, mx.array], mx.array]:
+    """SwiGLU of a gate and what it is for, clamped or plain."""
+    if clamp is None:
+        return swiglu
+    limit, alpha = clamp.limit, clamp.alpha
+    return lambda gate, up: _clamped(gate, up, limit, alpha)
 
 
 def halves(x: mx.array) -> tuple[mx.array, mx.array]:

@@ -26,9 +26,15 @@ from aegis.kernels.mlx.sizes import segment_ranges
 from aegis.kernels.sizes import RECORD_ALIGN, RESIDENT_ALIGN, align_up, dtype_nbytes, row_parts
 
 Arrays = tuple[mx.array, ...]
-"""Codes, scales and biases of an affine matrix, or the numbers of a dense one."""
+"""Codes, scales and biases of an affine matrix, codes and scales of one in mxfp4, or the numbers of
+what is dense."""
 
-_OF_ONE_INPUT = ("gate_proj", "up_proj")
+_OF_ONE_INPUT = ("gate_proj", "up_proj", "gate_proj.bias", "up_proj.bias")
+
+
+def quantised(arrays: Arrays) -> tuple[mx.array, mx.array, mx.array | None]:
+    """Codes, scales and, if there are any, biases, as MLX's operations take them."""
+    return arrays[0], arrays[1], arrays[2] if len(arrays) > 2 else None
 
 
 def host_view(array: mx.array) -> NDArray[Any]:
@@ -38,9 +44,12 @@ def host_view(array: mx.array) -> NDArray[Any]:
     return view
 
 
-def _raw(fmt: Format) -> tuple[type[np.uint16] | type[np.uint32], mx.Dtype]:
+_RAW: dict[int, type[Any]] = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+
+
+def _raw(fmt: Format) -> tuple[type[Any], mx.Dtype]:
     """The unsigned type numbers are written through, since numpy has no bfloat16; and their own."""
-    return (np.uint16 if dtype_nbytes(fmt) == 2 else np.uint32), device.DTYPES[fmt.dtype]
+    return _RAW[dtype_nbytes(fmt)], device.DTYPES[fmt.dtype]
 
 
 class MlxMemory:
@@ -112,11 +121,8 @@ class MlxMemory:
             rows, cols = shape
             parts = row_parts((rows, cols), fmt, RESIDENT_ALIGN)
             groups = (rows, cols // fmt.group_size)
-            pieces = [
-                self._piece(start, (rows, cols * fmt.bits // 32), mx.uint32),
-                self._piece(start + parts.scales_offset, groups, numbers),
-                self._piece(start + parts.biases_offset, groups, numbers),
-            ]
+            pieces = [self._piece(start, (rows, cols * fmt.bits // 32), mx.uint32)]
+            pieces += [self._piece(start + at, groups, numbers) for at in parts.params_offsets]
         mx.eval(pieces)
         return tuple(pieces)
 
@@ -137,8 +143,8 @@ class MlxMemory:
             same = [n for n in names if _kind(n, segments[n]) == _kind(names[0], first)]
             names = [name for name in names if name not in same]
             pools = []
-            for index, ((rows, cols), raw, dtype) in enumerate(_pool_shapes(first)):
-                pool, base = _allocate(num_slots, (len(same) * rows, cols), raw)
+            for index, ((rows, *cols), raw, dtype) in enumerate(_pool_shapes(first)):
+                pool, base = _allocate(num_slots, (len(same) * rows, *cols), raw)
                 pools.append(pool if dtype == pool.dtype else pool.view(dtype))
                 for place, name in enumerate(same):
                     at = segment_ranges(segments[name])[index]
@@ -170,13 +176,12 @@ class MlxMemory:
 
 
 def _pieces(weight: Weight) -> list[NDArray[np.uint8]]:
-    """Codes, scales and biases, or the numbers."""
+    """Codes, scales and biases, or what of these the format has."""
     if weight.format.kind == "dense":
         return [weight.data]
     parts = row_parts((weight.shape[0], weight.shape[1]), weight.format, RESIDENT_ALIGN)
-    ends = (parts.codes_nbytes, parts.scales_offset + parts.params_nbytes, parts.nbytes)
-    starts = (0, parts.scales_offset, parts.biases_offset)
-    return [weight.data[start:end] for start, end in zip(starts, ends, strict=True)]
+    params = [weight.data[at : at + parts.params_nbytes] for at in parts.params_offsets]
+    return [weight.data[: parts.codes_nbytes], *params]
 
 
 def _stacked(weights: Sequence[Weight]) -> tuple[int, ...]:
@@ -184,23 +189,24 @@ def _stacked(weights: Sequence[Weight]) -> tuple[int, ...]:
     return (sum(weight.shape[0] for weight in weights), *weights[0].shape[1:])
 
 
-def _kind(name: str, segment: Segment) -> tuple[bool, Format, tuple[int, int]]:
+def _kind(name: str, segment: Segment) -> tuple[bool, Format, tuple[int, ...]]:
     """What matrices must have in common to share pools: their input, too."""
     return name in _OF_ONE_INPUT, segment.format, segment.shape
 
 
-def _pool_shapes(segment: Segment) -> list[tuple[tuple[int, int], type[Any], mx.Dtype]]:
+def _pool_shapes(segment: Segment) -> list[tuple[tuple[int, ...], type[Any], mx.Dtype]]:
     """Shape of one slot, the type it is written through and the type kernels see, by array."""
-    (rows, cols), fmt = segment.shape, segment.format
+    fmt = segment.format
     raw, numbers = _raw(fmt)
     if fmt.kind == "dense":
-        return [((rows, cols), raw, numbers)]
-    groups = (rows, cols // fmt.group_size)
-    codes = (rows, cols * fmt.bits // 32)
-    return [(codes, np.uint32, mx.uint32), (groups, raw, numbers), (groups, raw, numbers)]
+        return [(segment.shape, raw, numbers)]
+    rows, cols = segment.shape
+    groups = ((rows, cols // fmt.group_size), raw, numbers)
+    codes = ((rows, cols * fmt.bits // 32), np.uint32, mx.uint32)
+    return [codes, groups, groups] if fmt.kind == "affine" else [codes, groups]
 
 
-def _allocate(num_slots: int, shape: tuple[int, int], raw: type[Any]) -> tuple[mx.array, int]:
+def _allocate(num_slots: int, shape: tuple[int, ...], raw: type[Any]) -> tuple[mx.array, int]:
     """A pool [num_slots, *shape] of zeros and its address.
 
     Where slots have a size that direct reads could fill, the pool starts on such an address.

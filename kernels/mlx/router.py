@@ -164,7 +164,8 @@ class _Scorer:
         if "correction" in weights:
             self._correction = memory.arrays(weights["correction"])[0]
         self._norm = vector(memory, traits, weights["norm"])
-        self._gate = Linear(memory, traits, weights["gate"])
+        bias = vector(memory, traits, weights["bias"]) if "bias" in weights else None
+        self._gate = Linear(memory, traits, weights["gate"], bias)
 
     def score(self, x: mx.array) -> tuple[mx.array, mx.array]:
         """Normed rows and their logits [T, E]."""

@@ -48,15 +48,16 @@ class SlotRange(NamedTuple):
 
 
 def segment_ranges(segment: Segment) -> tuple[SlotRange, ...]:
-    """The arrays of one matrix in a row-layout record: codes, scales, biases, or the numbers."""
+    """The arrays of a segment in a row-layout record: codes, scales and, if affine, biases, or the
+    numbers."""
     if segment.format.kind == "dense":
         return (SlotRange(segment.offset, segment.nbytes),)
-    parts = row_parts(segment.shape, segment.format, RECORD_ALIGN)
-    return (
-        SlotRange(segment.offset, parts.codes_nbytes),
-        SlotRange(segment.offset + parts.scales_offset, parts.params_nbytes),
-        SlotRange(segment.offset + parts.biases_offset, parts.params_nbytes),
+    rows, cols = segment.shape
+    parts = row_parts((rows, cols), segment.format, RECORD_ALIGN)
+    params = (
+        SlotRange(segment.offset + offset, parts.params_nbytes) for offset in parts.params_offsets
     )
+    return (SlotRange(segment.offset, parts.codes_nbytes), *params)
 
 
 def slot_nbytes(segments: Mapping[str, Segment], stride: int) -> int:

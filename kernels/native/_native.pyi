@@ -49,6 +49,7 @@ class Experts:
         scratch: int,
         scratch_nbytes: int,
         residual: float = 1.0,
+        clamp: tuple[float, float] | None = None,
     ) -> None: ...
     def begin(
         self,
@@ -153,6 +154,9 @@ class Attention:
         scale: float | None = None,
         residual: float = 1.0,
         output_gate: bool = False,
+        rotary_scale: float = 1.0,
+        window: int = 0,
+        sinks: int = 0,
     ) -> None: ...
     def __call__(self, x: NDArray[np.float32], cache: KVCache, start: int) -> None: ...
 

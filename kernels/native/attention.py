@@ -49,11 +49,11 @@ class NativeAttention:
         weights: Mapping[str, Weight],
     ) -> None:
         self._weights = dict(weights)
-        _check_norms(spec, weights)
+        _check_vectors(spec, weights)
         qk_norm = (0, 0)
         if spec.qk_norm != "none":
             qk_norm = vector_address(weights["q_norm"]), vector_address(weights["k_norm"])
-        q, k, v = (linear_desc(weights[f"{n}_proj"], weights.get(f"{n}_bias")) for n in "qkv")
+        q, k, v, o = (linear_desc(weights[f"{n}_proj"], weights.get(f"{n}_bias")) for n in "qkvo")
         self._workspace = workspace
         self._block = _native.Attention(
             pool,
@@ -69,7 +69,7 @@ class NativeAttention:
             q=q,
             k=k,
             v=v,
-            o=linear_desc(weights["o_proj"]),
+            o=o,
             scratch=workspace.scratch,
             scratch_nbytes=workspace.scratch_nbytes,
             q_norm=qk_norm[0],
@@ -78,6 +78,9 @@ class NativeAttention:
             scale=spec.scale,
             residual=spec.residual_multiplier,
             output_gate=spec.output_gate,
+            rotary_scale=spec.rotary_scale,
+            window=spec.window or 0,
+            sinks=vector_address(weights["sinks"]) if "sinks" in weights else 0,
         )
 
     def __call__(self, x: F32, cache: KVCache, start: int) -> F32:
@@ -86,13 +89,15 @@ class NativeAttention:
         return x
 
 
-def _check_norms(spec: AttentionSpec, weights: Mapping[str, Weight]) -> None:
-    """Raise unless every norm has as many channels as what it is for."""
+def _check_vectors(spec: AttentionSpec, weights: Mapping[str, Weight]) -> None:
+    """Raise unless every norm has as many channels as what it is for, and every head a sink."""
     expected = {"norm": spec.hidden_size}
     if spec.qk_norm != "none":
         every = spec.qk_norm == "all"
         expected["q_norm"] = spec.head_dim * (spec.num_attention_heads if every else 1)
         expected["k_norm"] = spec.head_dim * (spec.num_key_value_heads if every else 1)
+    if "sinks" in weights:
+        expected["sinks"] = spec.num_attention_heads
     for name, channels in expected.items():
         if weights[name].shape != (channels,):
             raise ValueError(

@@ -22,7 +22,6 @@ from aegis.kernels.base import (
     Layout,
     MlpSpec,
     OwnMemory,
-    Queue,
     RouterSpec,
     SlotMemory,
     Weight,
@@ -38,6 +37,7 @@ from aegis.kernels.native.mlp import NativeMlp
 from aegis.kernels.native.moe import NativeExperts
 from aegis.kernels.native.router import NativeRouter
 from aegis.kernels.native.workspace import Workspace
+from aegis.kernels.queued import Queue
 from aegis.kernels.threads import default_threads
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from aegis.kernels.base import ExpertsSpec, Routing, SlotMemory, Weight
+from aegis.kernels.base import ExpertsSpec, Format, Routing, Segment, SlotMemory, Weight
 from aegis.kernels.native import _native
 from aegis.kernels.native.descs import linear_desc, located_desc
 from aegis.kernels.native.sizes import UNORDERED_ROWS
@@ -16,6 +16,7 @@ from aegis.kernels.native.workspace import Workspace
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+_VECTOR = Format("dense", "f32")
 
 
 class NativeExperts:
@@ -37,8 +38,7 @@ class NativeExperts:
         shared = tuple(linear_desc(weights[name]) for name in _PROJECTIONS) if has_shared else None
         gate = weights.get("shared_expert_gate")
         routed = tuple(
-            located_desc(part.offset, part.shape, part.format)
-            for part in (spec.segments[name] for name in _PROJECTIONS)
+            _desc(spec.segments[name], spec.segments.get(f"{name}.bias")) for name in _PROJECTIONS
         )
         shape = (
             spec.hidden_size,
@@ -61,6 +61,7 @@ class NativeExperts:
             workspace.scratch,
             workspace.scratch_nbytes,
             spec.residual_multiplier,
+            None if spec.clamp is None else (spec.clamp.limit, spec.clamp.alpha),
         )
         self._x: F32 | None = None
 
@@ -86,14 +87,24 @@ class NativeExperts:
         return x
 
 
+def _desc(matrix: Segment, bias: Segment | None) -> _native.LinearDesc:
+    """A matrix and its bias at offsets into a slot."""
+    rows, cols = matrix.shape
+    return located_desc(matrix.offset, (rows, cols), matrix.format, bias.offset if bias else 0)
+
+
 def _check_segments(spec: ExpertsSpec, slots: SlotMemory) -> None:
     """Raise unless the record's matrices have the spec's shapes and lie inside a slot."""
     if spec.layout != "il16":
         raise ValueError(f"the native backend reads experts in layout il16, not {spec.layout}")
     hidden, inner = spec.hidden_size, spec.moe_intermediate_size
-    for name in _PROJECTIONS:
-        part = spec.segments[name]
-        expected = (hidden, inner) if name == "down_proj" else (inner, hidden)
+    rows = {"gate_proj": inner, "up_proj": inner, "down_proj": hidden}
+    for name, part in spec.segments.items():
+        count = rows[name.removesuffix(".bias")]
+        bias = name.endswith(".bias")
+        expected = (count,) if bias else (count, hidden + inner - count)
+        if bias and part.format != _VECTOR:
+            raise ValueError(f"expert {name} is {part.format}; vectors are stored as float32")
         if tuple(part.shape) != expected:
             raise ValueError(f"expert {name} has shape {part.shape}, expected {expected}")
         if part.offset + part.nbytes > slots.stride:

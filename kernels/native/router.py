@@ -84,7 +84,7 @@ def _layer(spec: RouterSpec, weights: Mapping[str, Weight]) -> _native.RouterLay
         )
     return _native.RouterLayer(
         vector_address(weights["norm"]),
-        linear_desc(gate),
+        linear_desc(gate, weights.get("bias")),
         spec.rms_norm_eps,
         spec.num_experts_per_tok,
         spec.norm_topk_prob,

@@ -41,17 +41,29 @@ def rotary(
 
 
 def attend(
-    q: NDArray[np.float32], kv: ReferenceKVCache, positions: NDArray[np.int64], scale: np.float32
+    q: NDArray[np.float32],
+    kv: ReferenceKVCache,
+    positions: NDArray[np.int64],
+    scale: np.float32,
+    window: int | None = None,
+    sinks: NDArray[np.float32] | None = None,
 ) -> NDArray[np.float32]:
-    """Queries [T, heads, head_dim] over all positions up to their own, to [T, heads, value_dim]."""
+    """Queries [T, heads, head_dim] over the positions up to their own, to [T, heads, value_dim].
+
+    window: over so many of them, the last ones. sinks [heads]: a score more in every softmax.
+    """
     kv_heads = len(kv.keys)
     out = np.empty((*q.shape[:2], kv.values.shape[-1]), F32)
     for row, position in enumerate(positions):
-        keys, values = kv.keys[:, : position + 1], kv.values[:, : position + 1]
+        seen = slice(max(position + 1 - window, 0) if window else 0, position + 1)
+        keys, values = kv.keys[:, seen], kv.values[:, seen]
         grouped = q[row].reshape(kv_heads, -1, q.shape[-1])
         scores = grouped @ keys.transpose(0, 2, 1) * scale
+        if sinks is not None:
+            scores = np.concatenate([scores, sinks.reshape(kv_heads, -1, 1)], axis=-1)
         scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        mixed = scores / scores.sum(axis=-1, keepdims=True) @ values
+        shares = scores / scores.sum(axis=-1, keepdims=True)
+        mixed = shares[..., : values.shape[1]] @ values
         out[row] = mixed.reshape(out[row].shape)
     return out
 
@@ -88,12 +100,19 @@ class ReferenceAttention:
         k = self._project(normed, positions, "k", spec.num_key_value_heads)
         v = self._project(normed, positions, "v", spec.num_key_value_heads)
         q, gate = q[..., : spec.head_dim], q[..., spec.head_dim :]
-        q = rotary(q, positions, self._inv_freq)
-        kv.keys[:, positions] = rotary(k, positions, self._inv_freq).transpose(1, 0, 2)
+        q = self._turned(q, positions)
+        kv.keys[:, positions] = self._turned(k, positions).transpose(1, 0, 2)
         kv.values[:, positions] = v.transpose(1, 0, 2)
         scale = F32(spec.head_dim**-0.5 if spec.scale is None else spec.scale)
-        mixed = attend(q, kv, positions, scale).reshape(len(x), -1)
+        sinks = self._weights.get("sinks")
+        mixed = attend(q, kv, positions, scale, spec.window, sinks).reshape(len(x), -1)
         if spec.output_gate:
             mixed = mixed * sigmoid(gate.reshape(mixed.shape))
-        out = linear(mixed, positions, self._weights["o_proj"])
+        out = linear(mixed, positions, self._weights["o_proj"], self._weights.get("o_bias"))
         return x + F32(spec.residual_multiplier) * out
+
+    def _turned(self, x: NDArray[np.float32], positions: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Heads [T, heads, head_dim] rotated."""
+        turned = rotary(x, positions, self._inv_freq)
+        turned[..., : 2 * len(self._inv_freq)] *= F32(self._spec.rotary_scale)
+        return turned

@@ -33,11 +33,11 @@ if TYPE_CHECKING:
         Layout,
         MlpSpec,
         OwnMemory,
-        Queue,
         RouterSpec,
         SlotMemory,
         WorkspaceSpec,
     )
+    from aegis.kernels.queued import Queue
 
 
 class _Clocked:

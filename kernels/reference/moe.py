@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from aegis.kernels.base import ExpertsSpec, MlpSpec, RouterSpec, SlotMemory
+    from aegis.kernels.base import ExpertsSpec, MlpSpec, RouterSpec, SlotMemory, SwigluClamp
 
 
 def top_k(logits: NDArray[np.float32], k: int) -> NDArray[np.int64]:
@@ -79,7 +79,7 @@ class ReferenceRouter:
         """x [T, H] after attention to its routing, and a guess for the next layer."""
         spec, positions = self._spec, self._clock.positions(len(x))
         normed = rms_norm(x, self._weights["norm"], spec.rms_norm_eps)
-        logits = linear(normed, positions, self._weights["gate"])
+        logits = linear(normed, positions, self._weights["gate"], self._weights.get("bias"))
         ranked = ranks(spec, logits, self._weights.get("correction"))
         experts = np.sort(top_k(ranked, spec.num_experts_per_tok), axis=-1)
         weights = mixing_weights(spec, logits, experts)
@@ -93,7 +93,7 @@ class ReferenceRouter:
         if spec is None or candidates == 0:
             return np.empty(0, np.int32)
         normed = rms_norm(x, self._next["norm"], spec.rms_norm_eps)
-        logits = linear(normed, positions, self._next["gate"])
+        logits = linear(normed, positions, self._next["gate"], self._next.get("bias"))
         ranked = ranks(spec, logits, self._next.get("correction"))
         if len(x) == 1:
             best = top_k(ranked, min(candidates, spec.num_experts))
@@ -133,11 +133,19 @@ def swiglu(
     normed: NDArray[np.float32],
     positions: NDArray[np.int64],
     weights: Mapping[str, NDArray[np.float32]],
+    clamp: SwigluClamp | None = None,
 ) -> NDArray[np.float32]:
     """Rows [T, H] at positions [T] through gate_proj, up_proj and down_proj."""
-    inner = silu(linear(normed, positions, weights["gate_proj"]))
-    inner = inner * linear(normed, positions, weights["up_proj"])
-    return linear(inner, positions, weights["down_proj"])
+
+    def product(x: NDArray[np.float32], name: str) -> NDArray[np.float32]:
+        return linear(x, positions, weights[name], weights.get(f"{name}.bias"))
+
+    gate, up = product(normed, "gate_proj"), product(normed, "up_proj")
+    if clamp is None:
+        return product(silu(gate) * up, "down_proj")
+    limit = F32(clamp.limit)
+    gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    return product(gate * sigmoid(F32(clamp.alpha) * gate) * (up + F32(1)), "down_proj")
 
 
 class ReferenceExperts:
@@ -179,7 +187,7 @@ class ReferenceExperts:
             rows = np.flatnonzero((self._routing.experts == expert).any(axis=1))
             normed, at = self._routing.normed[rows], positions[rows]
             expert_weights = {name: self._matrix(slot, name) for name in self._spec.segments}
-            self._outputs[expert] = rows, swiglu(normed, at, expert_weights)
+            self._outputs[expert] = rows, swiglu(normed, at, expert_weights, self._spec.clamp)
 
     def finish(self) -> NDArray[np.float32]:
         """Sum in ascending expert id, then the shared expert, then the residual."""
@@ -195,7 +203,7 @@ class ReferenceExperts:
 
     def _shared_expert(self) -> NDArray[np.float32]:
         normed, positions = self._routing.normed, self._clock.positions(len(self._x))
-        out = swiglu(normed, positions, self._shared)
+        out = swiglu(normed, positions, self._shared, self._spec.clamp)
         if "shared_expert_gate" in self._shared:
             out = out * sigmoid(linear(normed, positions, self._shared["shared_expert_gate"]))
         return out

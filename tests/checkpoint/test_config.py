@@ -79,6 +79,21 @@ def test_quantisation_has_a_default_and_exceptions(key: str) -> None:
     assert quantization.of("a.b") is None
 
 
+def test_an_entry_without_a_mode_is_affine_whatever_the_default() -> None:
+    entries = {"a": {"bits": 8, "group_size": 64}, "b": {"mode": "mxfp4"}}
+    found = config(quantization={"mode": "mxfp4", "bits": 4, "group_size": 32, **entries})
+    assert found.quantization is not None
+    assert found.quantization.of("a") == QuantSpec(8, 64)
+    assert found.quantization.of("b") == found.quantization.of("c") == QuantSpec(4, 32, "mxfp4")
+
+
+def test_what_a_publisher_says_of_mxfp4_is_read() -> None:
+    entry = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head", "model.embed_tokens"]}
+    found = config(quantization_config=entry).quantization
+    assert found is not None
+    assert found.default == QuantSpec(4, 32, "mxfp4")
+
+
 def test_no_entry_means_unquantised() -> None:
     assert config().quantization is None
     assert config().fp8 is None
@@ -97,7 +112,7 @@ def test_fp8_is_no_affine_quantisation_and_names_what_is_plain() -> None:
     [
         ({"quant_method": "gptq", "bits": 4}, "'gptq'"),
         ({"quant_method": "mxfp8"}, "'mxfp8'"),
-        ({"mode": "mxfp4", "bits": 4, "group_size": 32}, "'mxfp4'"),
+        ({"mode": "mxfp8", "bits": 8, "group_size": 32}, "'mxfp8'"),
         ({"bits": 4}, "group_size"),
         ({"bits": "4", "group_size": 64}, "bits"),
         ({"bits": 4, "group_size": 64, "m": {"mode": "nvfp4", "bits": 4}}, "'nvfp4'"),

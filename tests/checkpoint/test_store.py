@@ -215,7 +215,15 @@ def edit_experts(**keys: object) -> Callable[[Path], object]:
         (edit_experts(stride=4096), "do not follow"),
         (
             manifest(lambda d: d["experts"]["segments"]["up_proj"].update(shape=[2, 64, 64])),
-            r"matrix has the shape \[2, 64, 64\]",
+            r"up_proj has the shape \[2, 64, 64\]",
+        ),
+        (
+            manifest(lambda d: d["experts"]["segments"]["up_proj"]["format"].update(kind="mxfp4")),
+            "mxfp4 is codes of 4 bits in groups of 32",
+        ),
+        (
+            manifest(lambda d: d["experts"]["segments"]["up_proj"]["format"].update(dtype="e8m0")),
+            "mxfp4 is codes of 4 bits in groups of 32",
         ),
         (
             manifest(lambda d: d["resident"][0]["format"].update(kind="dense")),

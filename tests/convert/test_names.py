@@ -14,13 +14,15 @@ from damages import rewritten, without
 from stores import checkpoint_values, edit_header, edit_json, raw_tensors, rewrite
 from strategies import write_checkpoint, write_safetensors
 
+from aegis.checkpoint.config import QuantSpec
 from aegis.checkpoint.source import Checkpoint
 from aegis.checkpoint.tensor_map import ResidentName
 from aegis.convert.convert import convert
 from aegis.convert.layout import layout_of_checkpoint
 from aegis.convert.names import resolve
+from aegis.convert.source_data import Streams
 from aegis.errors import CheckpointError
-from aegis.kernels.base import Layout
+from aegis.kernels.base import Format, Layout
 from aegis.models import family
 
 
@@ -219,3 +221,139 @@ def test_every_spelling_of_stacked_experts_gives_the_same_files(
     stores = [convert(p, tmp_path / f"{p.name}s", layout=layout) for p in (source, other)]
     first, second = ([path.read_bytes() for path in store.expert_paths()] for store in stores)
     assert first == second
+
+
+OSS: dict[str, Any] = {"model_type": "gpt_oss", "mxfp4": True}
+EXPERTS = "model.layers.1.mlp.experts."
+
+
+@pytest.fixture(scope="module")
+def oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("oss") / "m", 1, **OSS)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("published") / "m"
+    return write_checkpoint(folder, 1, **OSS, blocks=True, dense=True)
+
+
+@pytest.mark.parametrize("layout", ["il16", "row"])
+def test_experts_as_published_give_the_files_of_stacked_ones(
+    oss: Path, published: Path, tmp_path: Path, layout: Layout
+) -> None:
+    names = set(Checkpoint.open(published).tensors)
+    assert {EXPERTS + "gate_up_proj_blocks", EXPERTS + "down_proj_bias"} <= names
+    stores = [
+        convert(source, tmp_path / str(number), layout=layout, piece_nbytes=1 << 12)
+        for number, source in enumerate((oss, published))
+    ]
+    first, second = ([path.read_bytes() for path in store.expert_paths()] for store in stores)
+    assert first == second
+
+
+@pytest.mark.parametrize("layout", ["il16", "row"])
+def test_rows_in_turn_are_read_once_for_both_matrices(
+    published: Path, tmp_path: Path, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranges, read = list[tuple[int, int]](), Streams.read
+
+    def noted(streams: Streams, stream: str, path: Path, offset: int, nbytes: int) -> Any:
+        ranges.append((offset, nbytes))
+        return read(streams, stream, path, offset, nbytes)
+
+    monkeypatch.setattr(Streams, "read", noted)
+    convert(published, tmp_path / "s", layout=layout, piece_nbytes=1 << 12)
+    assert len(ranges) == len(set(ranges))
+    tensors = Checkpoint.open(published).tensors.values()
+    assert sum(nbytes for _, nbytes in ranges) == sum(tensor.nbytes for tensor in tensors)
+
+
+def test_quantising_what_is_published_leaves_its_experts_as_they_are(
+    published: Path, tmp_path: Path
+) -> None:
+    plain = convert(published, tmp_path / "plain")
+    four = convert(published, tmp_path / "four", quantize=QuantSpec(4, 64))
+    assert plain.layout.experts == four.layout.experts
+    formats = {name: tensor.format for name, tensor in four.layout.resident.items()}
+    assert formats["layers.0.mlp.gate"] == Format("affine", "bf16", 8, 64)
+    assert formats["lm_head"] == Format("affine", "bf16", 4, 64)
+    first, second = ([p.read_bytes() for p in store.expert_paths()] for store in (plain, four))
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (without(EXPERTS + "up_proj.scales"), r"up_proj\.weight should be quantised.*lacks its"),
+        (without(EXPERTS + "up_proj.bias"), r"neither layers\.1\.mlp\.experts\.up_proj\.bias nor"),
+        (without(LAYER + "self_attn.sinks"), r"lacks the tensor layers\.1\.self_attn\.sinks"),
+        (without(LAYER + "mlp.router.bias"), r"lacks the tensor layers\.1\.mlp\.router\.bias"),
+        (retype(EXPERTS + "up_proj.scales", "I8"), r"up_proj\.scales is stored as I8"),
+        (retype(EXPERTS + "up_proj.bias", "I16"), r"up_proj\.bias is stored as I16"),
+        (reshape(EXPERTS + "up_proj.bias", [3, 128]), r"up_proj\.bias has the shape \[3, 128\]"),
+        (
+            config(lambda c: c["quantization"].pop(EXPERTS + "up_proj")),
+            r"experts\.up_proj\.biases",
+        ),
+        (
+            config(lambda c: c["quantization"][EXPERTS + "up_proj"].update(group_size=64)),
+            r"up_proj\.weight cannot be read: mxfp4 is codes of 4 bits in groups of 32",
+        ),
+    ],
+)
+def test_experts_of_mxfp4_that_are_damaged_are_refused_by_name(
+    oss: Path, tmp_path: Path, damage: Callable[[Path], None], words: str
+) -> None:
+    folder = Path(shutil.copytree(oss, tmp_path / "m"))
+    damage(folder)
+    with pytest.raises(CheckpointError, match=words):
+        layout_of_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (without(EXPERTS + "gate_up_proj_scales"), "lacks the tensor .*gate_up_proj_scales"),
+        (without(EXPERTS + "gate_up_proj_bias"), "lacks the tensor .*gate_up_proj_bias"),
+        (without(EXPERTS + "down_proj_blocks"), "lacks the tensor .*down_proj_blocks"),
+        (retype(EXPERTS + "down_proj_blocks", "I8"), "down_proj_blocks is stored as I8"),
+        (reshape(EXPERTS + "down_proj_scales", [6, 64, 4]), "down_proj_scales has the shape"),
+    ],
+)
+def test_experts_as_published_that_are_damaged_are_refused_by_name(
+    published: Path, tmp_path: Path, damage: Callable[[Path], None], words: str
+) -> None:
+    folder = Path(shutil.copytree(published, tmp_path / "m"))
+    damage(folder)
+    with pytest.raises(CheckpointError, match=words):
+        layout_of_checkpoint(folder)
+
+
+@pytest.mark.parametrize("scale", [253, 255])
+def test_scales_of_mxfp4_that_make_no_finite_number_are_refused(
+    oss: Path, tmp_path: Path, scale: int
+) -> None:
+    tensors = raw_tensors(oss)
+    tensors[EXPERTS + "up_proj.scales"][1].flat[-1] = scale
+    folder = rewrite(oss, tmp_path / "m", tensors)
+    with pytest.raises(CheckpointError, match=r"up_proj\.scales in .* not finite"):
+        convert(folder, tmp_path / "s")
+
+
+def test_a_part_of_a_matrix_in_mxfp4_is_refused(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "m", 1, model_type="deepseek_v3")
+    tensors = raw_tensors(source)
+    entry = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
+    for layer in range(2):
+        module = f"model.layers.{layer}.self_attn."
+        for name in ("embed_q", "unembed_out"):
+            for part in ("weight", "scales", "biases"):
+                tensors.pop(f"{module}{name}.{part}")
+        tensors[module + "kv_b_proj.weight"] = ("U32", np.zeros((4 * (64 + 32), 16), np.uint32))
+        tensors[module + "kv_b_proj.scales"] = ("U8", np.full((4 * (64 + 32), 4), 127, np.uint8))
+    old = Checkpoint.open(source).config.raw["quantization"]
+    entries = {f"model.layers.{layer}.self_attn.kv_b_proj": entry for layer in range(2)}
+    folder = rewrite(source, tmp_path / "o", tensors, quantization=old | entries)
+    with pytest.raises(CheckpointError, match=r"kv_b_proj\.weight is quantised as mxfp4"):
+        layout_of_checkpoint(folder)

@@ -20,19 +20,25 @@ from aegis.kernels.base import Format
 GOLDENS = Path(__file__).parents[1] / "goldens"
 FAMILIES = sorted(path.parent.name for path in GOLDENS.glob("*/model.safetensors"))
 FOUR = QuantSpec(4, 64)
+_MXFP4 = {"U32": np.uint32, "U8": np.uint8}
+"""Types of codes and of scales."""
 
 
 def plain_twin(published: Path, folder: Path) -> Path:
-    """A checkpoint of zeros with the shapes of a quantised one before that was quantised."""
+    """A checkpoint of zeros with the shapes of a quantised one before that was quantised. What is
+    mxfp4 was it before."""
     checkpoint = Checkpoint.open(published)
     found, quantization = checkpoint.tensors, checkpoint.config.quantization
     tensors = {}
     for name, info in found.items():
-        module = name.removesuffix(".weight")
+        module, _, part = name.rpartition(".")
         shape = info.shape
-        if name.endswith((".scales", ".biases")):
+        if info.dtype in _MXFP4 and f"{module}.biases" not in found:
+            tensors[name] = (info.dtype, np.zeros(shape, _MXFP4[info.dtype]))
             continue
-        if f"{module}.scales" in found:
+        if part in ("scales", "biases"):
+            continue
+        if part == "weight" and f"{module}.scales" in found:
             assert quantization is not None
             spec = quantization.of(module)
             assert spec is not None
@@ -42,6 +48,8 @@ def plain_twin(published: Path, folder: Path) -> Path:
     write_safetensors(folder / "model.safetensors", tensors)
     config = json.loads((published / "config.json").read_text())
     config = {k: v for k, v in config.items() if not k.startswith("quantization")}
+    if any(dtype in _MXFP4 for dtype, _ in tensors.values()):
+        config["quantization_config"] = {"quant_method": "mxfp4"}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 

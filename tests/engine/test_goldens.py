@@ -23,6 +23,7 @@ SMOLMOE: dict[str, Any] = json.loads((GOLDENS / "smolmoe-135m" / "golden.json").
 RANDOM = (
     "deepseek_v3",
     "glm4_moe",
+    "gpt_oss",
     "granitemoe",
     "mixtral",
     "olmoe",

@@ -68,8 +68,14 @@ LATENT = replace(SMALL, model_type="deepseek_v3", qk_norm=True, dense_layers=(0,
 """The same with latent attention, and with a layer without experts."""
 
 
+WINDOWED = replace(SMALL, model_type="gpt_oss", mxfp4=True)
+"""The same with windows, sinks, biases and experts in mxfp4."""
+
+
 @pytest.fixture(
-    scope="module", params=[SMALL, LINEAR, LATENT], ids=lambda choices: choices.model_type
+    scope="module",
+    params=[SMALL, LINEAR, LATENT, WINDOWED],
+    ids=lambda choices: choices.model_type,
 )
 def each_store(request: pytest.FixtureRequest) -> Iterator[Store]:
     """A small model of each kind."""

@@ -17,9 +17,11 @@ from aegis.convert.convert import convert
 from aegis.convert.layout import layout_of_checkpoint
 from aegis.convert.names import SourceWeight
 from aegis.engine import planning
+from aegis.engine.numbers import numbers_of
 from aegis.errors import CheckpointError
 from aegis.kernels.base import Format
-from aegis.kernels.sizes import CODE_BITS, GROUPS
+from aegis.kernels.sizes import CODE_BITS, GROUPS, MXFP4
+from aegis.settings import Settings
 
 IDS = [7, 300, 41, 5, 5, 120, 9]
 
@@ -117,3 +119,13 @@ def test_the_plan_counts_the_scales_of_smaller_groups(tmp_path: Path) -> None:
         layout = layout_of_checkpoint(source, "row")
         needed[size] = planning._num_resident_groups(layout)
     assert needed[32] == 2 * needed[64] > 0
+
+
+def test_activations_on_a_gpu_are_the_embeddings_numbers_where_scales_are_powers_of_two(
+    tmp_path: Path,
+) -> None:
+    source = write_checkpoint(tmp_path / "m", 1, model_type="gpt_oss", mxfp4=True)
+    layout = layout_of_checkpoint(source, "row")
+    assert layout.experts.segments["gate_proj"].format == MXFP4
+    assert numbers_of(Settings(cap_nbytes=1 << 30), "cuda", layout) == "bf16"
+    assert numbers_of(Settings(cap_nbytes=1 << 30), "cpu", layout) == "f32"

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from strategies import write_checkpoint
 
+from aegis.checkpoint.plainfile import sealed
 from aegis.checkpoint.store import Store
 from aegis.convert.build import JOURNAL, remove_remains
 from aegis.convert.cache import cached_store_path, ensure_store
@@ -145,11 +146,14 @@ def written(source: Path, target: Path, bits: int = 0) -> int:
 
 
 def damage_journal(partial: Path, **changes: Any) -> None:
+    """By somebody who knows how it is sealed."""
     path = partial / JOURNAL
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    content = json.loads(path.read_text()) | changes
+    del content["crc32"]
+    path.write_bytes(sealed(content))
 
 
-@pytest.mark.parametrize("what", ["text", "key", "files", "checksums", "nothing"])
+@pytest.mark.parametrize("what", ["text", "key", "files", "digit", "nothing"])
 def test_a_journal_that_does_not_fit_is_thrown_away(
     what: str, source: Path, tmp_path: Path
 ) -> None:
@@ -160,8 +164,11 @@ def test_a_journal_that_does_not_fit_is_thrown_away(
         damage_journal(partial, key="0" * 64)
     elif what == "files":
         damage_journal(partial, files=["resident.bin"])
-    elif what == "checksums":
-        damage_journal(partial, files={"resident.bin": [1 << 40]})
+    elif what == "digit":
+        text = (partial / JOURNAL).read_text()
+        end = text.rindex("]")
+        digit = "1" if text[end - 1] == "2" else "2"
+        (partial / JOURNAL).write_text(text[: end - 1] + digit + text[end:])
     else:
         (partial / JOURNAL).unlink()
     assert written(source, tmp_path / "d" / "s") == LAYERS + 1
@@ -188,6 +195,17 @@ def test_a_finished_file_that_is_gone_or_shorter_is_written_again(
     (partial / "resident.bin").unlink()
     os.truncate(partial / "experts" / "layer_000.bin", 4096)
     assert written(source, target) == LAYERS + 1 - (len(kept) - 2)
+
+
+def test_a_copied_file_that_the_source_has_no_more_is_not_kept(
+    source: Path, tmp_path: Path
+) -> None:
+    (source / "generation_config.json").write_text("{}")
+    partial = killed(source, tmp_path / "d" / "s")
+    assert (partial / "generation_config.json").is_file()
+    (source / "generation_config.json").unlink()
+    written(source, tmp_path / "d" / "s")
+    assert not (tmp_path / "d" / "s" / "generation_config.json").exists()
 
 
 def test_a_failure_in_what_is_gone_on_with_leaves_nothing(source: Path, tmp_path: Path) -> None:

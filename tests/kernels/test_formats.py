@@ -16,6 +16,7 @@ from aegis.kernels.formats import MlxArrays
 from aegis.kernels.sizes import (
     CODE_BITS,
     GROUPS,
+    MXFP4,
     FormatError,
     block_inputs,
     block_nbytes,
@@ -39,6 +40,8 @@ def random_arrays(seed: int, shape: tuple[int, ...], fmt: Format) -> MlxArrays:
     rows, cols = shape
     words = rng.integers(0, 2**32, (rows, cols * fmt.bits // 32), dtype=np.uint32)
     params = (rows, cols // fmt.group_size)
+    if fmt.kind == "mxfp4":
+        return MlxArrays(words, rng.integers(0, 252, params, dtype=raw, endpoint=True))
     return MlxArrays(words, numbers(params), numbers(params))
 
 
@@ -47,10 +50,7 @@ def same(first: formats.Raw | None, second: formats.Raw | None) -> bool:
 
 
 def rows_of(arrays: MlxArrays, rows: slice) -> MlxArrays:
-    weight, scales, biases = arrays
-    if scales is None or biases is None:
-        return MlxArrays(weight[rows])
-    return MlxArrays(weight[rows], scales[rows], biases[rows])
+    return MlxArrays(*(array if array is None else array[rows] for array in arrays))
 
 
 dtypes = st.sampled_from(["bf16", "f16", "f32"])
@@ -60,6 +60,7 @@ affine = st.builds(
     st.sampled_from(CODE_BITS),
     st.sampled_from(GROUPS),
 )
+quantised = affine | st.just(MXFP4)
 dense = st.builds(lambda dtype: Format("dense", dtype), dtypes)
 matrices = st.tuples(st.integers(1, 70), st.integers(1, 4))
 """Rows, and blocks of inputs."""
@@ -67,7 +68,7 @@ layouts = st.sampled_from(["il16", "row"])
 seeds = st.integers(0, 2**32 - 1)
 
 
-@given(seeds, matrices, affine | dense, layouts, st.sampled_from([64, 4096]))
+@given(seeds, matrices, quantised | dense, layouts, st.sampled_from([64, 4096]))
 def test_packing_loses_nothing_in_either_layout(
     seed: int, size: tuple[int, int], fmt: Format, layout: Layout, align: int
 ) -> None:
@@ -80,7 +81,7 @@ def test_packing_loses_nothing_in_either_layout(
         assert same(before, after)
 
 
-@given(seeds, matrices, affine | dense)
+@given(seeds, matrices, quantised | dense)
 def test_both_layouts_dequantise_to_the_same_values(
     seed: int, size: tuple[int, int], fmt: Format
 ) -> None:
@@ -94,7 +95,7 @@ def test_both_layouts_dequantise_to_the_same_values(
     assert np.array_equal(values[0].view(np.uint32), values[1].view(np.uint32))
 
 
-@given(seeds, matrices, affine | dense, st.integers(0, 4))
+@given(seeds, matrices, quantised | dense, st.integers(0, 4))
 def test_packing_in_pieces_of_whole_row_blocks_gives_the_same_bytes(
     seed: int, size: tuple[int, int], fmt: Format, blocks: int
 ) -> None:
@@ -108,6 +109,33 @@ def test_packing_in_pieces_of_whole_row_blocks_gives_the_same_bytes(
         if len(arrays.weight[rows])
     ]
     assert np.array_equal(whole, np.concatenate(pieces))
+
+
+def test_mxfp4_is_a_power_of_two_times_a_float_of_four_bits() -> None:
+    codes = np.arange(32, dtype=np.uint8)[None] % 16
+    scales = np.array([[0], [1], [127], [130], [252]], np.uint8)
+    words = np.repeat(formats.pack_codes(codes, 4), len(scales), axis=0)
+    magnitudes = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    expected = np.array([*magnitudes, *(-m for m in magnitudes)] * 2)
+    found = formats.dequantize_mlx(MlxArrays(words, scales), MXFP4).astype(np.float64)
+    assert (found == expected * 2.0 ** (scales.astype(np.float64) - 127)).all()
+    assert (np.signbit(found) == (codes >= 8)).all()
+
+
+def test_a_block_of_mxfp4_is_two_groups_their_scales_first() -> None:
+    arrays = random_arrays(0, (17, 128), MXFP4)
+    assert arrays.scales is not None
+    blocks = formats.pack(arrays, MXFP4, "il16").reshape(2, 2, 544)
+    assert blocks[0, 1, :16].tolist() == arrays.scales[:16, 2].tolist()
+    assert blocks[0, 1, 16:32].tolist() == arrays.scales[:16, 3].tolist()
+    assert blocks[1, 0, [0, 1, 16, 17]].tolist() == [
+        *arrays.scales[16, :1],
+        0,
+        arrays.scales[16, 1],
+        0,
+    ]
+    words = blocks[0, 1, 32:].copy().view(np.uint32).reshape(8, 16)
+    assert (words == arrays.weight[:16, 8:].T).all()
 
 
 @given(seeds, st.integers(1, 40), dense)
@@ -248,10 +276,16 @@ def test_3bit_takes_seven_ninths_of_the_bytes_of_4bit() -> None:
 def test_row_parts_are_aligned_and_do_not_overlap() -> None:
     for align in (64, 4096):
         parts = row_parts((24, 192), Format("affine", "bf16", 3, 64), align)
-        assert parts.scales_offset % align == parts.biases_offset % align == 0
-        assert parts.codes_nbytes <= parts.scales_offset
-        assert parts.scales_offset + parts.params_nbytes <= parts.biases_offset
-        assert parts.nbytes == parts.biases_offset + parts.params_nbytes
+        scales, biases = parts.params_offsets
+        assert scales % align == biases % align == 0
+        assert parts.codes_nbytes <= scales
+        assert scales + parts.params_nbytes <= biases
+        assert parts.nbytes == biases + parts.params_nbytes
+        parts = row_parts((24, 192), MXFP4, align)
+        (scales,) = parts.params_offsets
+        assert scales % align == 0
+        assert parts.codes_nbytes == 24 * 96 <= scales
+        assert parts.nbytes == scales + 24 * 6
 
 
 @pytest.mark.parametrize(
@@ -265,6 +299,11 @@ def test_row_parts_are_aligned_and_do_not_overlap() -> None:
         ((16, 192), Format("affine", "bf16", 4, 128), "multiple of 128"),
         ((16, 80), Format("affine", "bf16", 4, 32), "multiple of 64"),
         ((16,), Format("affine", "bf16", 4, 64), "2 dimensions"),
+        ((16,), MXFP4, "2 dimensions"),
+        ((16, 96), MXFP4, "multiple of 64"),
+        ((16, 64), Format("mxfp4", "e8m0", 4, 64), "groups of 32"),
+        ((16, 64), Format("mxfp4", "bf16", 4, 32), "e8m0"),
+        ((16, 64), Format("affine", "e8m0", 4, 32), "e8m0"),
         ((2, 16, 64), Format("dense", "bf16"), "1 or 2 dimensions"),
         ((0, 64), Format("dense", "bf16"), "no elements"),
     ],

@@ -11,9 +11,16 @@ from numpy.typing import NDArray
 
 from aegis.checkpoint.layout import place_experts
 from aegis.kernels import formats
-from aegis.kernels.base import Format, Numbers, Segment, SlotPart
+from aegis.kernels.base import (
+    ExpertsSpec,
+    Format,
+    Numbers,
+    Segment,
+    SlotPart,
+    SwigluClamp,
+)
 from aegis.kernels.formats import MlxArrays, f32_to_bf16
-from aegis.kernels.sizes import RECORD_ALIGN
+from aegis.kernels.sizes import MXFP4, RECORD_ALIGN
 from aegis.tiers.scatter import Scatter
 
 pytestmark = needs_mlx
@@ -24,13 +31,19 @@ FORMATS = {
     "3bit": Format("affine", "bf16", 3, 64),
     "8bit": Format("affine", "bf16", 8, 64),
     "dense": Format("dense", "bf16"),
+    "mxfp4": MXFP4,
 }
+CLAMP = SwigluClamp(0.75, 1.702)
+"""Where experts are mxfp4; they then have biases, too."""
 
 
 def _matrix(rng: np.random.Generator, rows: int, cols: int, fmt: Format) -> MlxArrays:
     if fmt.kind == "dense":
         return MlxArrays(f32_to_bf16(rng.normal(0, cols**-0.5, (rows, cols)).astype(np.float32)))
     codes = rng.integers(0, 1 << fmt.bits, (rows, cols), dtype=np.uint8)
+    if fmt.kind == "mxfp4":
+        exponents = rng.integers(119, 123, (rows, cols // 32), dtype=np.uint8)
+        return MlxArrays(formats.pack_codes(codes, 4), exponents)
     scales = rng.normal(0, cols**-0.5 / (1 << fmt.bits), (rows, cols // 64)).astype(np.float32)
     biases = scales * -((1 << fmt.bits) - 1) / 2
     return MlxArrays(formats.pack_codes(codes, fmt.bits), f32_to_bf16(scales), f32_to_bf16(biases))
@@ -43,13 +56,22 @@ class Model:
         rng = np.random.default_rng(5)
         shapes = {"gate_proj": (INNER, HIDDEN), "up_proj": (INNER, HIDDEN)}
         shapes["down_proj"] = (HIDDEN, INNER)
+        parts: dict[str, tuple[tuple[int, ...], Format]] = {n: (s, fmt) for n, s in shapes.items()}
+        self.clamp = CLAMP if fmt == MXFP4 else None
+        if self.clamp:
+            vector = Format("dense", "f32")
+            parts |= {f"{name}.bias": (shape[:1], vector) for name, shape in shapes.items()}
         self.numbers = numbers
-        self.geometry = place_experts({n: (shape, fmt) for n, shape in shapes.items()}, "row")
+        self.geometry = place_experts(parts, "row")
         self.records = np.zeros((EXPERTS, self.geometry.stride), np.uint8)
         for record in self.records:
             for segment in self.geometry.segments.values():
-                arrays = _matrix(rng, *segment.shape, fmt)
-                data = formats.pack(arrays, fmt, "row", align=RECORD_ALIGN)
+                if len(segment.shape) == 1:
+                    values = rng.normal(0, 1, segment.shape).astype(np.float32)
+                    arrays = MlxArrays(values.view(np.uint32))
+                else:
+                    arrays = _matrix(rng, *segment.shape, fmt)
+                data = formats.pack(arrays, segment.format, "row", align=RECORD_ALIGN)
                 record[segment.offset : segment.offset + segment.nbytes] = data
 
     def bank(self, num_slots: int, slot_of: dict[int, int]) -> Any:
@@ -63,17 +85,25 @@ class Model:
         parts = memory.slots(num_slots, self.geometry.segments)
         for expert, slot in slot_of.items():
             _fill(parts, slot, self.records[expert])
-        return Bank(traits, self.geometry.segments, memory.pools)
+        spec = ExpertsSpec(
+            HIDDEN, INNER, EXPERTS, 8, 0, "row", self.geometry.segments, clamp=self.clamp
+        )
+        return Bank(traits, spec, memory.pools)
 
     def expected(self, x: NDArray[np.float64], expert: int) -> NDArray[np.float64]:
         """The same in float64."""
-        matrices = []
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            matrices.append(self._values(self.geometry.segments[name], self.records[expert]))
-        gate, up, down = matrices
-        inner = gate @ x
-        result: NDArray[np.float64] = down @ (inner / (1 + np.exp(-inner)) * (up @ x))
-        return result
+        record = self.records[expert]
+        parts = {n: self._values(part, record) for n, part in self.geometry.segments.items()}
+        gate, up = (
+            parts[name] @ x + parts.get(f"{name}.bias", 0.0) for name in ("gate_proj", "up_proj")
+        )
+        alpha = 1.0
+        if self.clamp:
+            limit, alpha = self.clamp.limit, self.clamp.alpha
+            gate, up = np.minimum(gate, limit), 1 + np.clip(up, -limit, limit)
+        inner = gate / (1 + np.exp(-alpha * gate)) * up
+        result: NDArray[np.float64] = parts["down_proj"] @ inner
+        return result + parts.get("down_proj.bias", 0.0)
 
     def _values(self, segment: Segment, record: NDArray[np.uint8]) -> NDArray[np.float64]:
         from aegis.kernels.base import Weight

@@ -15,7 +15,7 @@ from mlx_tools import needs_mlx
 from aegis.kernels import formats
 from aegis.kernels.base import Format, Weight
 from aegis.kernels.formats import MlxArrays, f32_to_bf16
-from aegis.kernels.sizes import RESIDENT_ALIGN, align_up
+from aegis.kernels.sizes import MXFP4, RESIDENT_ALIGN, align_up
 
 pytestmark = needs_mlx
 
@@ -54,7 +54,12 @@ def test_rows_are_filled_up_to_a_multiple_and_the_filling_is_dropped(rows: int, 
         assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
 
 
-FORMATS = [Format("affine", "bf16", 4, 64), Format("affine", "f32", 8, 64), Format("dense", "bf16")]
+FORMATS = [
+    Format("affine", "bf16", 4, 64),
+    Format("affine", "f32", 8, 64),
+    Format("dense", "bf16"),
+    MXFP4,
+]
 
 
 def _packed(rng: np.random.Generator, rows: int, cols: int, fmt: Format) -> np.ndarray[Any, Any]:
@@ -65,6 +70,9 @@ def _packed(rng: np.random.Generator, rows: int, cols: int, fmt: Format) -> np.n
     codes = formats.pack_codes(
         rng.integers(0, 1 << fmt.bits, (rows, cols), dtype=np.uint8), fmt.bits
     )
+    if fmt.kind == "mxfp4":
+        exponents = rng.integers(119, 123, (rows, cols // 32), dtype=np.uint8)
+        return formats.pack(MlxArrays(codes, exponents), fmt, "row")
     params = [values[:, index : index + cols // 64] for index in (0, 1)]
     if fmt.dtype == "bf16":
         params = [f32_to_bf16(array) for array in params]
@@ -123,7 +131,9 @@ def test_matrices_beside_each_other_are_one_product_where_they_can_be(
     x = np.random.default_rng(count).normal(0, 1, (count, 128)).astype(np.float32)
     wanted = region.expected(x, biases=True)
     together = SideBySide(region.memory, region.traits, region.weights, region.biases)
-    sizes = [32 * n for n in rows] if fmt.dtype == "f32" else [4 * n for n in rows]
+    # Bytes of a row's scales.
+    nbytes = 32 if fmt.dtype == "f32" else 4
+    sizes = [nbytes * n for n in rows]
     fits = fmt.kind == "dense" or not any(size % RESIDENT_ALIGN for size in sizes)
     assert (len(together._linears) == 1) == (not gap and fits and other in (None, fmt))
     found = np.array(together(mx.array(x)))

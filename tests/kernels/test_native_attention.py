@@ -41,6 +41,18 @@ gated = st.builds(
     gate=st.just(True),
 )
 
+windowed = st.builds(
+    Attention,
+    heads=st.sampled_from([4, 12]),
+    kv_heads=st.sampled_from([1, 2]),
+    dim=st.sampled_from([16, 64]),
+    rotary=st.just(16),
+    max_tokens=st.sampled_from([1, 7, 40]),
+    rotary_scale=st.just(1.35),
+    window=st.integers(1, 50),
+    sinks=st.booleans(),
+)
+
 
 def rows(count: int, hidden: int = 64, seed: int = 0) -> Any:
     return normal(np.random.default_rng(seed), count, hidden)
@@ -80,7 +92,63 @@ def test_matches_float64_with_gates_for_the_output(qk_norm: QKNorm, dim: int) ->
     np.testing.assert_allclose(layer.run(x, POOLS[1], [33, 6, 1]), layer.oracle(x), atol=2e-5)
 
 
-@given(st.one_of(layers, gated), st.lists(st.integers(1, 47), max_size=6))
+@pytest.mark.parametrize("window", [None, 1, 15, 16, 17, 255, 256, 257, 400])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 1, 64), (4, 4, 16)])
+def test_matches_float64_with_windows_and_sinks(
+    window: int | None, heads: int, kv_heads: int, dim: int
+) -> None:
+    layer = Attention(
+        heads=heads,
+        kv_heads=kv_heads,
+        dim=dim,
+        rotary=16,
+        context=560,
+        max_tokens=560,
+        rotary_scale=1.35,
+        window=window,
+        sinks=True,
+    )
+    x = rows(550)
+    found = layer.run(x, POOLS[1], [540] + 10 * [1])
+    np.testing.assert_allclose(found, layer.oracle(x), atol=2e-5)
+
+
+@pytest.mark.parametrize("window", [5, 100, 255, 257])
+def test_a_window_over_position_blocks_gives_the_same_bits_in_any_chunks(window: int) -> None:
+    layer = Attention(
+        heads=4, kv_heads=2, dim=32, context=600, max_tokens=600, window=window, sinks=True
+    )
+    x = rows(600)
+    whole = layer.run(x, POOLS[1], [600])
+    assert same_bits(layer.run(x, POOLS[0], [250, 3, 1, 1, 1, 1, 200, 55, 1, 87]), whole)
+    assert same_bits(layer.run(x, POOLS[1], 600 * [1]), whole)
+
+
+def test_a_window_that_sees_all_is_none() -> None:
+    x = rows(48)
+    assert same_bits(
+        Attention(window=48).run(x, POOLS[0], [48]), Attention().run(x, POOLS[0], [40, 8])
+    )
+
+
+def test_what_a_window_has_left_behind_never_leaks() -> None:
+    """Not even as a NaN times nothing."""
+    layer, x = Attention(window=5), rows(30)
+    expected = layer.run(x, POOLS[1], [30])[20:]
+    for chunks in ([10], 10 * [1]):
+        block, cache = layer.block(POOLS[1]), layer.cache()
+        block(x[:20].copy(), cache, 0)
+        keys, values = cache._buffer.view(np.float32).reshape(2, 2, 64, 32)
+        values[:, :16] = np.nan
+        keys.reshape(2, 4, 32, 16)[:, 0] = np.nan
+        found, start = [], 20
+        for count in chunks:
+            found.append(block(x[start : start + count].copy(), cache, start))
+            start += count
+        assert same_bits(np.concatenate(found), expected)
+
+
+@given(st.one_of(layers, gated, windowed), st.lists(st.integers(1, 47), max_size=6))
 @settings(max_examples=25)
 def test_chunks_and_threads_never_change_a_bit(layer: Attention, cuts: list[int]) -> None:
     x = rows(48)
@@ -104,11 +172,16 @@ def test_token_by_token_equals_a_single_call() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "qk_norm"),
-    [(4, 2, 32, "none"), (12, 1, 48, "head"), (10, 2, 64, "all")],
+    ("heads", "kv_heads", "dim", "qk_norm", "window"),
+    [
+        (4, 2, 32, "none", None),
+        (12, 1, 48, "head", None),
+        (10, 2, 64, "all", None),
+        (8, 1, 64, "none", 20),
+    ],
 )
 def test_every_instruction_set_gives_the_same_bits(
-    heads: int, kv_heads: int, dim: int, qk_norm: QKNorm
+    heads: int, kv_heads: int, dim: int, qk_norm: QKNorm, window: int | None
 ) -> None:
     layer = Attention(
         heads=heads,
@@ -118,6 +191,8 @@ def test_every_instruction_set_gives_the_same_bits(
         max_tokens=272,
         qk_norm=qk_norm,
         residual=1.0 if qk_norm == "none" else 0.22,
+        window=window,
+        sinks=window is not None,
     )
     x = rows(270)
     results = []
@@ -191,10 +266,10 @@ def test_weights_of_another_shape_are_refused() -> None:
         layer.block(POOLS[0])
 
 
-@pytest.mark.parametrize("name", ["norm", "q_norm", "k_norm"])
+@pytest.mark.parametrize("name", ["norm", "q_norm", "k_norm", "sinks"])
 @pytest.mark.parametrize("qk_norm", ["head", "all"])
 def test_norms_of_another_size_are_refused(name: str, qk_norm: QKNorm) -> None:
-    layer = Attention(qk_norm=qk_norm)
+    layer = Attention(qk_norm=qk_norm, sinks=True)
     layer.weights[name] = vector([1.0] * 16)
     with pytest.raises(ValueError, match=f"attention {name} has shape"):
         layer.block(POOLS[0])

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("aegis.kernels.native._native", exc_type=ImportError)
 
 from attention_tools import same_bits, workspace
-from native_tools import fmt_of, isa, random_arrays, stored
+from native_tools import MX, fmt_of, isa, random_arrays, stored
 
 from aegis.kernels import formats
 from aegis.kernels.base import Weight
@@ -19,6 +19,7 @@ from aegis.kernels.sizes import CODE_BITS, GROUPS
 VOCAB, HIDDEN = 43, 384
 IDS = np.array([0, 42, 15, 16, 17, 31, 32, 7, 7], np.int32)
 FORMATS = [(bits, dtype) for bits in (*CODE_BITS, 0) for dtype in ("bf16", "f16", "f32")]
+FORMATS.append((MX, "e8m0"))
 
 
 def table(bits: int, dtype: str, group_size: int = 64) -> Weight:
@@ -46,6 +47,8 @@ def test_rows_are_the_exact_ones_rounded_once(bits: int, dtype: str, size: int) 
     arrays, fmt = formats.unpack(weight), weight.format
     if bits == 0:
         exact = formats.to_f32(arrays.weight, fmt)
+    elif bits == MX:
+        exact = formats.dequantize_mlx(arrays, fmt)
     else:
         assert arrays.scales is not None
         assert arrays.biases is not None

@@ -11,6 +11,7 @@ pytest.importorskip("aegis.kernels.native._native", exc_type=ImportError)
 from hypothesis import given
 from hypothesis import strategies as st
 from native_tools import (
+    MX,
     Slots,
     aligned,
     experts_spec,
@@ -27,7 +28,7 @@ from native_tools import (
 )
 
 from aegis.kernels import formats
-from aegis.kernels.base import ExpertsSpec, Routing, Weight
+from aegis.kernels.base import ExpertsSpec, Routing, SwigluClamp, Weight
 from aegis.kernels.native import _native, sizes
 from aegis.kernels.native.moe import NativeExperts
 from aegis.kernels.native.workspace import Workspace
@@ -47,11 +48,13 @@ class Case:
         bits: tuple[int, int, int] = (4, 4, 4),
         multiplier: float = 1.0,
         group_size: int = 64,
+        clamp: SwigluClamp | None = None,
     ) -> None:
         self.rng = rng = np.random.default_rng(seed)
-        inner = max(192, 2 * group_size)
-        spec = experts_spec(128, inner, 7, 3, 64 if shared != "none" else 0, bits, group_size)
-        self.spec = replace(spec, residual_multiplier=multiplier)
+        sizes = 128, max(192, 2 * group_size), 7, 3, 64 if shared != "none" else 0
+        # Where there is one, there are the other as well.
+        spec = experts_spec(*sizes, bits, group_size, biases=clamp is not None)
+        self.spec = replace(spec, residual_multiplier=multiplier, clamp=clamp)
         self.shared = _shared(rng, shared)
         self.arrays = [
             {name: random_arrays(rng, s.shape, s.format) for name, s in self.spec.segments.items()}
@@ -65,6 +68,9 @@ class Case:
         workspace = Workspace(spec, aligned(sizes.workspace_nbytes(spec)))
         self.workspaces.append(workspace)
         return NativeExperts(pool, workspace, slots or self.slots, self.spec, self.shared)
+
+
+CLAMP = SwigluClamp(0.75, 1.702)
 
 
 def _shared(rng: np.random.Generator, kind: str) -> dict[str, Weight]:
@@ -112,13 +118,27 @@ def test_agrees_with_float64(
     np.testing.assert_allclose(got, exact, rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("shared", ["gated", "none"])
+@pytest.mark.parametrize("rows", [1, 5, 70])
+@pytest.mark.parametrize("bits", [(MX, MX, MX), (4, MX, 8)])
+def test_mxfp4_biases_and_clamps_agree_with_float64(
+    shared: str, rows: int, bits: tuple[int, int, int]
+) -> None:
+    case = Case(rows, shared, bits, 1.0, CLAMP)
+    x, routing = normal(case.rng, rows, 128), random_routing(case.rng, case.spec, rows)
+    got = fused(case.block(), x, routing, case.slots)
+    exact = oracle(x, routing, case.slots, case.shared, clamp=CLAMP)
+    np.testing.assert_allclose(got, exact, rtol=0, atol=3e-5)
+
+
 @given(
     st.integers(0, 2**32),
     st.sampled_from(["gated", "ungated", "none"]),
     st.sampled_from([1, 2, 5, 8, 9, 30, 90, MAX_TOKENS]),
     st.sampled_from([1.0, 0.22]),
-    st.tuples(*[st.sampled_from([4, *CODE_BITS])] * 3),
+    st.tuples(*[st.sampled_from([4, *CODE_BITS, MX])] * 3),
     st.sampled_from([64, *GROUPS]),
+    st.sampled_from([None, CLAMP]),
 )
 def test_same_bits_however_it_is_computed(
     seed: int,
@@ -127,8 +147,9 @@ def test_same_bits_however_it_is_computed(
     multiplier: float,
     bits: tuple[int, int, int],
     group_size: int,
+    clamp: SwigluClamp | None,
 ) -> None:
-    case = Case(seed, shared, bits, multiplier, group_size)
+    case = Case(seed, shared, bits, multiplier, group_size, clamp)
     x, routing = normal(case.rng, rows, 128), random_routing(case.rng, case.spec, rows)
     block = case.block()
     expected = fused(block, x, routing, case.slots)
@@ -156,7 +177,7 @@ def test_scalar_code_gives_the_same_bits(rows: int) -> None:
 
 @given(
     st.integers(0, 2**32),
-    st.tuples(*[st.sampled_from([3, 4, 8])] * 3),
+    st.tuples(*[st.sampled_from([3, 4, 8, MX])] * 3),
     st.sampled_from([-70, -45, -31, -20, 0, 15, 22, 43]),
     st.sampled_from([-64, 0, 44]),
 )
@@ -201,6 +222,22 @@ def test_scratch_size_is_the_same_in_python_and_cpp() -> None:
         shape = (hidden, inner, shared, experts, spec.num_experts_per_tok, tokens)
         expected = _native.experts_scratch_nbytes(shape)
         assert sizes.experts_scratch_nbytes(workspace_spec(spec, tokens)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("gate_proj.bias", {"shape": (128,)}, r"gate_proj\.bias has shape \(128,\)"),
+        ("down_proj.bias", {"format": fmt_of(0)}, r"down_proj\.bias is .*stored as float32"),
+        ("up_proj.bias", {"offset": 1 << 20}, r"up_proj\.bias ends beyond its slot"),
+    ],
+)
+def test_biases_that_do_not_fit_are_refused(name: str, changes: dict[str, Any], words: str) -> None:
+    case = Case(0, clamp=CLAMP)
+    part = replace(case.spec.segments[name], **changes)
+    case.spec = replace(case.spec, segments={**case.spec.segments, name: part})
+    with pytest.raises(ValueError, match=words):
+        case.block()
 
 
 def test_misuse_is_refused() -> None:

@@ -9,7 +9,7 @@ pytest.importorskip("aegis.kernels.native._native", exc_type=ImportError)
 
 from hypothesis import given
 from hypothesis import strategies as st
-from native_tools import fmt_of, isa, normal, random_arrays, random_weight, stored
+from native_tools import MX, fmt_of, isa, normal, random_arrays, random_weight, stored
 
 from aegis.kernels import formats
 from aegis.kernels.base import Weight
@@ -19,7 +19,7 @@ from aegis.kernels.sizes import CODE_BITS, GROUPS
 
 ISAS = _native.isas()
 POOLS = [_native.Pool(n) for n in (1, 2, 4)]
-BITS = (*CODE_BITS, 0)
+BITS = (*CODE_BITS, 0, MX)
 ROWS = (1, 9, 10, 16, 17, 80)
 
 weights = st.builds(
@@ -59,8 +59,9 @@ def scalar_linear(weight: Weight, x: Any) -> Any:
     """The canonical sum of one row of x, in groups of 64, in plain Python."""
     arrays = formats.unpack(weight)
     fmt = weight.format
-    codes = formats.unpack_codes(arrays.weight, fmt.bits).astype(np.float64)
-    scales, biases = formats.to_f32(arrays.scales, fmt), formats.to_f32(arrays.biases, fmt)
+    codes = formats.unpack_codes(arrays.weight, fmt.bits)
+    codes = (formats.E2M1[codes] if fmt.kind == "mxfp4" else codes).astype(np.float64)
+    scales, biases = (a if a is None else formats.to_f32(a, fmt) for a in arrays[1:])
     total = np.zeros(weight.shape[0], np.float32)
     for g in range(weight.shape[1] // 64):
         part = x[64 * g : 64 * g + 64]
@@ -70,6 +71,10 @@ def scalar_linear(weight: Weight, x: Any) -> Any:
             for k in range(half, half + 32):
                 acc = fma(codes[:, 64 * g + k], part[k], acc)
             chains.append(acc)
+        if biases is None:
+            total = fma(scales[:, 2 * g], chains[0], total)
+            total = fma(scales[:, 2 * g + 1], chains[1], total)
+            continue
         lanes = (part[:16] + part[16:32]) + (part[32:48] + part[48:])
         for width in (8, 4, 2, 1):
             lanes = lanes[:width] + lanes[width : 2 * width]
@@ -91,7 +96,7 @@ def test_agrees_with_float64(bits: int, dtype: str, group_size: int) -> None:
     assert np.all(np.abs(linear(weight, x) - expected) <= 2e-6 * magnitude)
 
 
-@pytest.mark.parametrize("bits", CODE_BITS)
+@pytest.mark.parametrize("bits", [*CODE_BITS, MX])
 def test_follows_the_canonical_order_of_the_sum(bits: int) -> None:
     rng = np.random.default_rng(bits)
     weight = random_weight(rng, (33, 320), fmt_of(bits))
@@ -233,6 +238,8 @@ def test_refuses_what_it_cannot_compute() -> None:
         _native.LinearDesc(0, 16, 96, 4, "bf16", group_size=32)
     with pytest.raises(ValueError, match="f8"):
         _native.LinearDesc(0, 16, 64, 4, "f8")
+    with pytest.raises(ValueError, match="codes of 4 bits"):
+        _native.LinearDesc(0, 16, 64, 8, "e8m0")
     weight = random_weight(np.random.default_rng(0), (16, 64), fmt_of(4))
     short = Weight(weight.shape, weight.format, "il16", weight.data[:-1])
     with pytest.raises(ValueError, match="needs 576 bytes"):

@@ -44,6 +44,9 @@ class Layers:
             }
             for _ in range(2)
         ]
+        if options.get("bias"):
+            for layer in self.layers:
+                layer["bias"] = vector(normal(rng, experts))
         if self.spec.scoring == "sigmoid":
             for layer in self.layers:
                 layer["correction"] = vector(0.3 * normal(rng, experts))
@@ -67,7 +70,8 @@ class Layers:
     def logits(self, x: Any, layer: int) -> Any:
         weights = self.layers[layer]
         gate = formats.dequantize(weights["gate"]).astype(np.float64)
-        return norm_rows(x, weights["norm"], 1e-6) @ gate.T
+        bias = values_of(weights["bias"]) if "bias" in weights else 0.0
+        return norm_rows(x, weights["norm"], 1e-6) @ gate.T + bias
 
 
 def rows(count: int, seed: int = 0) -> Any:
@@ -89,8 +93,11 @@ def gate_of(logits: list[float]) -> Weight:
 @pytest.mark.parametrize(("experts", "choices"), [(9, 2), (16, 4), (60, 4), (128, 8)])
 @pytest.mark.parametrize("normalise", [True, False])
 @pytest.mark.parametrize("bits", [4, 8, 0])
-def test_matches_float64(experts: int, choices: int, normalise: bool, bits: int) -> None:
-    layers = Layers(experts, choices, bits, normalise=normalise)
+@pytest.mark.parametrize("bias", [False, True])
+def test_matches_float64(
+    experts: int, choices: int, normalise: bool, bits: int, bias: bool
+) -> None:
+    layers = Layers(experts, choices, bits, normalise=normalise, bias=bias)
     x = rows(20)
     ids, weights, normed, _ = layers.run(x)
     logits = layers.logits(x, 0)
@@ -104,8 +111,9 @@ def test_matches_float64(experts: int, choices: int, normalise: bool, bits: int)
 
 
 @pytest.mark.parametrize("candidates", [1, 6, 9, 50])
-def test_guess_of_a_single_row_is_the_next_layers_best_logits(candidates: int) -> None:
-    layers = Layers(9, 2)
+@pytest.mark.parametrize("bias", [False, True])
+def test_guess_of_a_single_row_is_the_next_layers_best_logits(candidates: int, bias: bool) -> None:
+    layers = Layers(9, 2, bias=bias)
     x = rows(1)
     guess = layers.run(x, candidates=candidates)[3]
     np.testing.assert_array_equal(guess, top(layers.logits(x, 1)[0], min(candidates, 9)))

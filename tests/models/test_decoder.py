@@ -99,6 +99,13 @@ def test_every_layer_has_its_own_weights_and_cache(model_type: str) -> None:
             }
 
 
+def test_only_some_layers_of_gpt_oss_have_a_window() -> None:
+    built: list[Any] = list(decoder("gpt_oss", ()).layers)
+    specs = [layer.attention[0] for layer in built]
+    assert [spec.window for spec in specs] == [16, None, 16, None, 16]
+    assert all(spec.rotary_scale > 1 for spec in specs)
+
+
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
 def test_every_resident_tensor_is_used(model_type: str) -> None:
     built = decoder(model_type, ())

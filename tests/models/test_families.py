@@ -17,7 +17,7 @@ from aegis.convert.convert import convert
 from aegis.errors import CheckpointError
 from aegis.kernels.base import Format, KVSpec, Layout
 from aegis.kernels.formats import MlxArrays, dequantize_mlx
-from aegis.models import family, supported
+from aegis.models import family, gpt_oss, supported
 from aegis.models.layers import rotary_dim
 
 
@@ -84,6 +84,7 @@ REFUSED = {
     "scoring_func": "sigmoid",
     "position_embedding_type": "nope",
     "shared_intermediate_size": 512,
+    "swiglu_limit": 7.0,
 }
 
 
@@ -97,6 +98,7 @@ IMPLEMENTED = {
         "routed_scaling_factor",
         "scoring_func",
     },
+    "gpt_oss": {"attention_bias", "rope_scaling", "swiglu_limit"},
     "qwen3_5_moe": {"partial_rotary_factor"},
     "qwen3_next": {"partial_rotary_factor", *HAS_DENSE_LAYERS},
     "deepseek_v3": {"rope_scaling", "routed_scaling_factor", "scoring_func"},
@@ -367,3 +369,50 @@ def test_a_convolution_of_another_shape_is_refused(tmp_path: Path) -> None:
     tensors[name] = (dtype, raw[:, :2])
     with pytest.raises(CheckpointError, match=r"conv1d\.weight has the shape \[256, 2, 1\]"):
         convert(rewrite(source, tmp_path / "o", tensors), tmp_path / "s")
+
+
+def without(key: str) -> ModelConfig:
+    raw = config_of(Choices(model_type="gpt_oss", num_hidden_layers=3), {})
+    return ModelConfig({name: value for name, value in raw.items() if name != key})
+
+
+def test_every_other_layer_has_a_window_where_the_config_does_not_say() -> None:
+    assert gpt_oss.describe(without("layer_types")).windows == (16, None, 16)
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "sliding_window"])
+def test_what_gpt_oss_needs_and_has_no_default_is_asked_for(key: str) -> None:
+    with pytest.raises(CheckpointError, match=f"lacks {key}"):
+        family("gpt_oss").shape(without(key))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("layer_types", ["full_attention"], "2 times sliding_attention or full_attention"),
+        ("layer_types", ["full_attention", "linear_attention"], "sets layer_types to"),
+        ("layer_types", "full_attention", "sets layer_types to"),
+        ("layer_types", [["full_attention"], {}], "sets layer_types to"),
+        ("sliding_window", 0, "sets sliding_window to 0"),
+        ("swiglu_limit", -7.0, "sets swiglu_limit to"),
+        ("swiglu_alpha", "1.7", "sets swiglu_alpha to"),
+        ("attention_bias", 1, "sets attention_bias to"),
+        ("rope_scaling", {"rope_type": "longrope"}, "longrope.*not implemented for gpt_oss"),
+        ("num_experts_per_tok", 9, "only 6 experts"),
+    ],
+)
+def test_a_gpt_oss_config_that_cannot_be_is_refused(key: str, value: Any, words: str) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        family("gpt_oss").shape(config("gpt_oss", **{key: value}))
+
+
+def test_the_rotary_base_of_gpt_oss_is_its_own_where_the_config_does_not_say() -> None:
+    found, other = gpt_oss.describe(without("rope_theta")), gpt_oss.describe(config("gpt_oss"))
+    given = gpt_oss.describe(config("gpt_oss", rope_theta=150000.0))
+    assert found.rotary == given.rotary != other.rotary
+
+
+def test_a_full_layer_needs_no_window() -> None:
+    full = ["full_attention", "full_attention"]
+    found = gpt_oss.describe(config("gpt_oss", layer_types=full, sliding_window=None))
+    assert found.windows == (None, None)

@@ -80,6 +80,7 @@ struct AttentionShape {
   bool normed = false;    // queries and keys, and with multipliers
   bool per_head = false;
   bool gated = false;  // what heads give
+  int64_t window = 0;  // above 0: with sinks, a bias and rotated channels scaled, too
 };
 
 // A prompt in uneven pieces over more than one block of positions, then single tokens.
@@ -112,6 +113,13 @@ void attention_case(aegis::Pool& pool, AttentionShape shape) {
     spec.scale = 0.3f;
     spec.residual = 0.22f;
   }
+  const std::vector<float> sinks = numbers(random, shape.heads), bias = numbers(random, hidden);
+  if (shape.window) {
+    spec.rotary_scale = 1.35f;
+    spec.window = shape.window;
+    spec.sinks = sinks.data();
+    spec.o.bias = bias.data();
+  }
   const int64_t nbytes = static_cast<int64_t>(scratch.size()) * 4;
   const aegis::AttentionBlock block(pool, spec, aegis::Scratch(scratch.data(), nbytes));
   const aegis::KVView view{cache.data(), cache.data() + shape.kv_heads * context * shape.dim, context,
@@ -128,7 +136,8 @@ void attention_case(aegis::Pool& pool, AttentionShape shape) {
   digest.add(x.data(), context * hidden);
   report("attention " + std::to_string(shape.heads) + " " + std::to_string(shape.kv_heads) + " " +
              std::to_string(shape.dim) + (shape.normed ? " normed" : "") +
-             (shape.per_head ? " per head" : "") + (shape.gated ? " gated" : ""),
+             (shape.per_head ? " per head" : "") + (shape.gated ? " gated" : "") +
+             (shape.window ? " window " + std::to_string(shape.window) : ""),
          digest);
 }
 
@@ -213,7 +222,9 @@ void attention_cases(aegis::Pool& pool) {
   for (AttentionShape shape :
        {AttentionShape{4, 4, 16}, {6, 2, 32}, {8, 1, 64}, {2, 1, 128}, {1, 1, 256},
         {4, 4, 16, true}, {6, 2, 32, true, true}, {2, 1, 128, true, true},
-        {8, 2, 16, false, false, true}, {2, 1, 128, true, true, true}})
+        {8, 2, 16, false, false, true}, {2, 1, 128, true, true, true},
+        {8, 2, 16, false, false, false, 1}, {8, 1, 64, false, false, false, 20},
+        {4, 4, 32, false, false, false, 100}, {6, 2, 64, true, true, true, 260}})
     attention_case(pool, shape);
   for (LatentShape shape : {LatentShape{4, 64, 64, 32, 32, 128}, {9, 192, 64, 16, 64, 0}})
     latent_case(pool, shape);

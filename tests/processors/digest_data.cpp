@@ -26,9 +26,10 @@ constexpr uint32_t kEdges[] = {
 };
 
 // Scales and biases as they are stored. Half precision has denormals of its own, which must not be
-// lost; bf16's are those of f32.
+// lost; bf16's are those of f32, as the least power of two is.
 uint32_t stored_number(Random& random, DType dtype) {
   const bool rare = random.below(16) == 0;
+  if (dtype == DType::e8m0) return rare ? random.below(2) : 114 + random.below(12);
   if (dtype == DType::f16) {
     const uint32_t exponent = rare ? 0 : 5 + random.below(9);
     return random.below(2) << 15 | exponent << 10 | random.below(1 << 10);
@@ -38,7 +39,9 @@ uint32_t stored_number(Random& random, DType dtype) {
 }
 
 void store_number(uint8_t* at, uint32_t number, DType dtype) {
-  std::memcpy(at, &number, dtype == DType::f32 ? 4 : 2);  // little endian
+  LinearDesc format;
+  format.dtype = dtype;
+  std::memcpy(at, &number, static_cast<size_t>(format.number_nbytes()));  // little endian
 }
 
 }  // namespace
@@ -56,12 +59,13 @@ const char* name_of(Kind kind) {
     case Kind::affine5: return "5bit";
     case Kind::affine6: return "6bit";
     case Kind::affine8: return "8bit";
+    case Kind::mxfp4: return "mxfp4";
     default: return "dense";
   }
 }
 
 const char* name_of(DType dtype) {
-  constexpr const char* names[] = {"bf16", "f16", "f32"};
+  constexpr const char* names[] = {"bf16", "f16", "f32", "e8m0"};
   return names[static_cast<int>(dtype)];
 }
 

@@ -15,15 +15,19 @@ constexpr int64_t kHidden = 128, kInner = 64, kSharedInner = 128, kExperts = 9, 
 
 // Experts in slots, behind each other in reverse order.
 struct Slots {
-  Slots(Random& random, Kind gate, Kind down, DType dtype, int64_t group_size)
-      : stride(0), bytes((make(gate, down, dtype, group_size), kExperts * stride)) {
+  Slots(Random& random, Kind gate, Kind down, DType dtype, int64_t group_size, bool biases)
+      : stride(0), bytes((make(gate, down, dtype, group_size, biases), kExperts * stride)) {
     for (int64_t slot = 0; slot < kExperts; ++slot)
-      for (const LinearDesc* each : {&parts.gate, &parts.up, &parts.down})
-        fill_weight(random, *each,
-                    bytes.data() + slot * stride + reinterpret_cast<uintptr_t>(each->data));
+      for (const LinearDesc* each : {&parts.gate, &parts.up, &parts.down}) {
+        uint8_t* record = bytes.data() + slot * stride;
+        fill_weight(random, *each, record + reinterpret_cast<uintptr_t>(each->data));
+        if (!each->bias) continue;
+        const std::vector<float> bias = numbers(random, each->rows);
+        std::memcpy(record + reinterpret_cast<uintptr_t>(each->bias), bias.data(), bias.size() * 4);
+      }
   }
 
-  void make(Kind gate, Kind down, DType dtype, int64_t group_size) {
+  void make(Kind gate, Kind down, DType dtype, int64_t group_size, bool biases) {
     for (LinearDesc* each : {&parts.gate, &parts.up, &parts.down}) {
       const bool last = each == &parts.down;
       each->rows = last ? kHidden : kInner;
@@ -33,6 +37,11 @@ struct Slots {
       each->group_size = last ? std::min(group_size, kInner) : group_size;
       each->data = reinterpret_cast<const uint8_t*>(static_cast<uintptr_t>(stride));
       stride += (each->nbytes() + 63) / 64 * 64;
+    }
+    for (LinearDesc* each : {&parts.gate, &parts.up, &parts.down}) {
+      if (!biases) break;
+      each->bias = reinterpret_cast<const float*>(static_cast<uintptr_t>(stride));
+      stride += each->rows * 4;
     }
     stride += 64;
   }
@@ -89,8 +98,8 @@ std::vector<float> run(aegis::Experts& block, const Call& call, int64_t tokens, 
 }
 
 void experts_case(aegis::Pool& pool, Random& random, Kind gate, Kind down, DType dtype, int shared,
-                  int64_t group_size = aegis::kGroup) {
-  Slots slots(random, gate, down, dtype, group_size);
+                  int64_t group_size = aegis::kGroup, bool clamped = false) {
+  Slots slots(random, gate, down, dtype, group_size, clamped);
   const Weight shared_gate(random, kSharedInner, kHidden, gate, dtype, false, group_size);
   const Weight shared_up(random, kSharedInner, kHidden, gate, dtype);
   const Weight shared_down(random, kHidden, kSharedInner, down, dtype, false, group_size);
@@ -102,7 +111,8 @@ void experts_case(aegis::Pool& pool, Random& random, Kind gate, Kind down, DType
   Bytes scratch(nbytes);
   aegis::Experts block(pool, shape, {slots.bytes.data(), slots.stride, kExperts}, slots.parts,
                        shared ? &shared_parts : nullptr, shared == 2 ? &sigmoid_gate.desc : nullptr,
-                       scratch.data(), nbytes, shared == 1 ? 0.22f : 1.0f);
+                       scratch.data(), nbytes, shared == 1 ? 0.22f : 1.0f,
+                       clamped ? std::optional<aegis::SwigluClamp>({0.75f, 1.702f}) : std::nullopt);
   const std::string name = std::string("experts ") + name_of(gate) + " " + name_of(down) + " " +
                            name_of(dtype) + (shared == 2 ? " gated" : shared ? " shared" : "") +
                            (group_size == aegis::kGroup ? "" : " in groups of " + std::to_string(group_size));
@@ -132,6 +142,7 @@ void experts_cases(aegis::Pool& pool) {
   experts_case(pool, random, Kind::affine2, Kind::affine6, DType::bf16, 2);
   experts_case(pool, random, Kind::affine4, Kind::affine4, DType::bf16, 2, 32);
   experts_case(pool, random, Kind::affine4, Kind::affine2, DType::bf16, 1, 128);
+  experts_case(pool, random, Kind::mxfp4, Kind::mxfp4, DType::e8m0, 0, aegis::kGroup, true);
 }
 
 void crc_cases() {

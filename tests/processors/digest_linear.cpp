@@ -48,7 +48,8 @@ uint64_t digest_of(const float* values, int64_t count) {
 void check_in_place(const Weight& weight, const float* x, uint64_t expected, Range range,
                     const std::string& name) {
   const LinearDesc& w = weight.desc;
-  const bool in_place = w.kind != Kind::dense && w.kind != Kind::affine8 && w.group_size != 32;
+  const bool in_place = w.kind != Kind::dense && w.kind != Kind::affine8 && w.kind != Kind::mxfp4 &&
+                        w.group_size != 32;
   if (!kernels().scale_inputs || !in_place) return;
   const int64_t in = w.in_features;
   std::vector<float> scaled(static_cast<size_t>(in)), sums(static_cast<size_t>(w.groups()));
@@ -98,38 +99,47 @@ void linear_case(aegis::Pool& pool, const Weight& weight, Range range, bool ever
   }
 }
 
+void kind_cases(aegis::Pool& pool, Random& random, Kind kind, DType dtype) {
+  for (int64_t rows : {1, 9, 48}) {
+    const std::string name = std::string("linear ") + name_of(kind) + " " + name_of(dtype) + " " +
+                             std::to_string(rows) + " ";
+    const Weight weight(random, rows, kIn, kind, dtype);
+    for (Range range : {Range::ordinary, Range::wide, Range::tiny, Range::edges})
+      linear_case(pool, weight, range, range == Range::ordinary, name + name_of(range));
+    const Weight with_bias(random, rows, kIn, kind, dtype, true);
+    linear_case(pool, with_bias, Range::ordinary, false, name + "with bias");
+  }
+}
+
+void group_cases(aegis::Pool& pool, Random& random, Kind kind, int64_t group_size) {
+  const std::string name = std::string("linear ") + name_of(kind) + " in groups of " +
+                           std::to_string(group_size) + " ";
+  for (DType dtype : kDTypes) {
+    const bool usual = dtype == DType::bf16;
+    const Weight weight(random, 17, kOtherIn, kind, dtype, false, group_size);
+    linear_case(pool, weight, Range::ordinary, usual, name + name_of(dtype) + " ordinary");
+    if (usual) linear_case(pool, weight, Range::edges, false, name + name_of(dtype) + " edges");
+  }
+}
+
+// Large enough to be shared out.
+void shared_case(aegis::Pool& pool, Random& random, Kind kind, DType dtype) {
+  const Weight weight(random, 192, 512, kind, dtype);
+  linear_case(pool, weight, Range::ordinary, false, std::string("linear shared ") + name_of(kind));
+}
+
 }  // namespace
 
 void linear_cases(aegis::Pool& pool) {
   Random random(1);
   for (Kind kind : kKinds)
-    for (DType dtype : kDTypes)
-      for (int64_t rows : {1, 9, 48}) {
-        const std::string name = std::string("linear ") + name_of(kind) + " " + name_of(dtype) + " " +
-                                 std::to_string(rows) + " ";
-        const Weight weight(random, rows, kIn, kind, dtype);
-        for (Range range : {Range::ordinary, Range::wide, Range::tiny, Range::edges})
-          linear_case(pool, weight, range, range == Range::ordinary, name + name_of(range));
-        const Weight with_bias(random, rows, kIn, kind, dtype, true);
-        linear_case(pool, with_bias, Range::ordinary, false, name + "with bias");
-      }
+    for (DType dtype : kDTypes) kind_cases(pool, random, kind, dtype);
+  kind_cases(pool, random, Kind::mxfp4, DType::e8m0);
   for (Kind kind : kKinds)
-    for (int64_t group_size : {32, 128}) {
-      if (kind == Kind::dense) continue;
-      const std::string name = std::string("linear ") + name_of(kind) + " in groups of " +
-                               std::to_string(group_size) + " ";
-      for (DType dtype : kDTypes) {
-        const bool usual = dtype == DType::bf16;
-        const Weight weight(random, 17, kOtherIn, kind, dtype, false, group_size);
-        linear_case(pool, weight, Range::ordinary, usual, name + name_of(dtype) + " ordinary");
-        if (usual) linear_case(pool, weight, Range::edges, false, name + name_of(dtype) + " edges");
-      }
-    }
-  // Large enough to be shared out.
-  for (Kind kind : kKinds) {
-    const Weight weight(random, 192, 512, kind, DType::bf16);
-    linear_case(pool, weight, Range::ordinary, false, std::string("linear shared ") + name_of(kind));
-  }
+    for (int64_t group_size : {32, 128})
+      if (kind != Kind::dense) group_cases(pool, random, kind, group_size);
+  for (Kind kind : kKinds) shared_case(pool, random, kind, DType::bf16);
+  shared_case(pool, random, Kind::mxfp4, DType::e8m0);
 }
 
 void vector_cases() {
@@ -137,10 +147,11 @@ void vector_cases() {
   for (Range range : {Range::ordinary, Range::wide, Range::tiny, Range::edges}) {
     constexpr int64_t n = 1024;
     const std::vector<float> a = numbers(random, n, range), b = numbers(random, n, range);
-    std::vector<float> out(n), sums(n / aegis::kGroup), gates(n), accumulated = b;
+    std::vector<float> out(n), sums(n / aegis::kGroup), gates(n), accumulated = b, clamped(n);
     kernels_only([&] {
       kernels().row_sums(a.data(), n, sums.data());
       kernels().silu_mul(a.data(), b.data(), out.data(), n);
+      kernels().clamped_swiglu(a.data(), b.data(), {0.75f, 1.702f}, clamped.data(), n);
       kernels().axpy(a[0], a.data(), accumulated.data(), n);
       for (int64_t i = 0; i < n; ++i) gates[i] = kernels().sigmoid(a[i]);
     });
@@ -150,6 +161,9 @@ void vector_cases() {
     digest.add(accumulated.data(), n);
     digest.add(gates.data(), n);
     report(std::string("vectors ") + name_of(range), digest);
+    Digest of_clamped;
+    of_clamped.add(clamped.data(), n);
+    report(std::string("clamped swiglu ") + name_of(range), of_clamped);
   }
 }
 
@@ -170,14 +184,18 @@ void table_case(const Weight& table, const std::string& name) {
   report(name, digest);
 }
 
+void usual_table(Random& random, Kind kind, DType dtype) {
+  table_case(Weight(random, 48, kIn, kind, dtype),
+             std::string("table ") + name_of(kind) + " " + name_of(dtype));
+}
+
 }  // namespace
 
 void table_cases() {
   Random random(3);
   for (Kind kind : kKinds)
-    for (DType dtype : kDTypes)
-      table_case(Weight(random, 48, kIn, kind, dtype),
-                 std::string("table ") + name_of(kind) + " " + name_of(dtype));
+    for (DType dtype : kDTypes) usual_table(random, kind, dtype);
+  usual_table(random, Kind::mxfp4, DType::e8m0);
   for (Kind kind : kKinds)
     for (int64_t group_size : {32, 128})
       if (kind != Kind::dense)

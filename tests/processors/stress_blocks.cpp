@@ -44,6 +44,9 @@ void row_sums(const float* x, int64_t n, float* sums) { fill(sums, n / kGroup, t
 void silu_mul(const float* gate, const float* up, float* out, int64_t n) {
   fill(out, n, touch(gate, n) + touch(up, n));
 }
+void clamped_swiglu(const float* gate, const float* up, SwigluClamp, float* out, int64_t n) {
+  silu_mul(gate, up, out, n);
+}
 void axpy(float weight, const float* x, float* y, int64_t n) {
   for (int64_t i = 0; i < n; ++i) y[i] += weight * x[i];
 }
@@ -86,7 +89,7 @@ void attend_block(const AttentionUnit& unit, int64_t, float* partials, int64_t l
   for (int head = 0; head < unit.heads; ++head)
     fill(partials + head * ld_partial, unit.value_dim + kPartialHead, seen);
 }
-void merge_blocks(const float* partials, int64_t blocks, int64_t dim, float* out) {
+void merge_blocks(const float* partials, int64_t blocks, int64_t dim, const float*, float* out) {
   fill(out, dim, touch(partials, blocks * (dim + kPartialHead)));
 }
 void route(const float* logits, int n, int k, const RouterRule&, int32_t* ids, float* weights) {
@@ -139,6 +142,7 @@ const KernelTable& table_scalar() {
     made.linear_tile = linear_tile;
     made.row_sums = row_sums;
     made.silu_mul = silu_mul;
+    made.clamped_swiglu = clamped_swiglu;
     made.axpy = axpy;
     made.sigmoid = sigmoid;
     made.scale_inputs = copy_scaled;
@@ -176,7 +180,7 @@ LinearDesc desc(int64_t rows, int64_t in_features) {
   return made;
 }
 
-void stress_experts(Pool& pool, int64_t tokens) {
+void stress_experts(Pool& pool, int64_t tokens, std::optional<SwigluClamp> clamp) {
   const ExpertsShape shape{kHidden, kInner, kInner, kNumExperts, kChoices, kMost};
   const ExpertDescs parts{desc(kInner, kHidden), desc(kInner, kHidden), desc(kHidden, kInner)};
   const LinearDesc gate = desc(1, kHidden);
@@ -184,7 +188,7 @@ void stress_experts(Pool& pool, int64_t tokens) {
   std::vector<uint8_t> slots(64);
   const int64_t nbytes = static_cast<int64_t>(scratch.size()) * 4;
   Experts block(pool, shape, {slots.data(), 0, kNumExperts}, parts, &parts, &gate,
-                reinterpret_cast<uint8_t*>(scratch.data()), nbytes);
+                reinterpret_cast<uint8_t*>(scratch.data()), nbytes, 1.0f, clamp);
   std::vector<float> x(static_cast<size_t>(tokens * kHidden)), normed = x;
   std::vector<float> weights(static_cast<size_t>(tokens * kChoices));
   std::vector<int32_t> chosen, ids;
@@ -204,7 +208,7 @@ struct AttentionMemory {
   std::vector<float> cache = std::vector<float>(1 << 16), x = std::vector<float>(kMost * kHidden);
 };
 
-void stress_attention(Pool& pool, AttentionMemory& memory) {
+void stress_attention(Pool& pool, AttentionMemory& memory, int64_t window) {
   constexpr int64_t heads = 8, kv_heads = 2, dim = 32, context = 64;
   AttentionBlock::Spec spec{};
   spec.hidden = kHidden, spec.heads = heads, spec.kv_heads = kv_heads, spec.dim = dim;
@@ -213,6 +217,7 @@ void stress_attention(Pool& pool, AttentionMemory& memory) {
   spec.norm = memory.norm.data();
   spec.q = desc(heads * dim, kHidden), spec.o = desc(kHidden, heads * dim);
   spec.k = spec.v = desc(kv_heads * dim, kHidden);
+  spec.window = window, spec.sinks = window ? memory.norm.data() : nullptr;
   const AttentionBlock block(pool, spec, Scratch(memory.scratch.data(), int64_t{4} << 20));
   float* keys = memory.cache.data();
   const KVView view{keys, keys + kv_heads * context * dim, context, kv_heads, dim, dim};
@@ -284,8 +289,10 @@ int main() {
     AttentionMemory memory;
     for (int round = 0; round < 10; ++round)
       for (int64_t tokens : {int64_t{1}, int64_t{2}, int64_t{9}, kMost}) {
-        stress_experts(pool, tokens);
-        stress_attention(pool, memory);
+        stress_experts(pool, tokens, std::nullopt);
+        stress_experts(pool, tokens, SwigluClamp{7.0f, 1.702f});
+        stress_attention(pool, memory, 0);
+        stress_attention(pool, memory, 20);
         stress_delta(pool, memory);
         stress_latent(pool, memory);
         stress_mlp(pool, memory, tokens);

@@ -17,9 +17,11 @@ struct Attended {
   int64_t out_step;
   int64_t heads;
   float* partials;  // [heads][blocks][value_dim + kPartialHead], for a single row
+  int64_t window = 0;            // how many positions a row sees; 0: all up to its own
+  const float* sinks = nullptr;  // of every head, or null
 };
 
-// Rows at positions start.. over all positions up to their own.
+// Rows at positions start.. over the positions up to their own.
 void attend_rows(Team& team, const Attended& attended, const KVView& cache, int64_t start,
                  int64_t tokens);
 // A single row, block by block of positions, so that a long context keeps every thread busy; then

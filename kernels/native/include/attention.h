@@ -34,7 +34,9 @@ struct KVView {
 
 // Some query rows of some heads that share one kv head: row r at absolute position first + r,
 // head h at q + r * ld_q + h * q_step, already rotated and scaled. Its output, value_dim numbers at
-// out + r * ld_out + h * out_step, may lie in the place of the queries.
+// out + r * ld_out + h * out_step, may lie in the place of the queries. A row sees the `window`
+// positions up to its own (0: all of them). Head h's softmax has the score sinks[h] more, of no
+// value.
 struct AttentionUnit {
   const float* q;
   int64_t ld_q;
@@ -49,7 +51,14 @@ struct AttentionUnit {
   int64_t first;
   int rows;
   int heads;  // rows * heads <= kUnitQueries, and times dim <= kUnitFloats
+  int64_t window = 0;
+  const float* sinks = nullptr;
 };
+
+// The first position that a query sees; 0 for a window: all.
+inline int64_t first_seen(int64_t position, int64_t window) {
+  return window && position >= window ? position - window + 1 : 0;
+}
 
 // A partial result: maximum, sum, and from kPartialHead on the weighted values.
 constexpr int64_t kPartialHead = 16;
@@ -83,8 +92,10 @@ struct AttentionTable {
   // partials + h * ld_partial.
   void (*attend_block)(const AttentionUnit& unit, int64_t block, float* partials,
                        int64_t ld_partial);
-  // Merges the `blocks` partials of a head (each value_dim + kPartialHead floats) in order.
-  void (*merge_blocks)(const float* partials, int64_t blocks, int64_t value_dim, float* out);
+  // Merges the `blocks` partials of a head (each value_dim + kPartialHead floats) in order, then its
+  // sink, unless that is null.
+  void (*merge_blocks)(const float* partials, int64_t blocks, int64_t value_dim, const float* sink,
+                       float* out);
   // The k that the rule chooses of n (ties: lower id) in ascending id order, and their weights.
   void (*route)(const float* logits, int n, int k, const RouterRule& rule, int32_t* ids,
                 float* weights);

@@ -45,6 +45,9 @@ class AttentionBlock {
     std::optional<float> scale;  // of scores; else 1 / sqrt(dim)
     float residual = 1.0f;
     bool output_gate = false;  // behind each head's query; heads' outputs times its sigmoid
+    float rotary_scale = 1.0f;     // of rotated channels
+    int64_t window = 0;            // how many positions a row sees; 0: all up to its own
+    const float* sinks = nullptr;  // [heads], each a score more in its head's softmax; or null
   };
 
   AttentionBlock(Pool& pool, Spec spec, Scratch scratch);
@@ -65,6 +68,7 @@ class AttentionBlock {
   void norm_projections(Team& team, const Call& call) const;
   void place(Team& team, const Call& call) const;
   void place_head(const Call& call, int64_t row, int64_t head) const;
+  void turn(float* head, int64_t row, float scale) const;
   void attend_one(Team& team, const Call& call) const;
   Attended attended() const;
   void gate_head(int64_t row, int64_t head) const;

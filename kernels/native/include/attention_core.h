@@ -93,22 +93,28 @@ static void score(int count, const float* q, const float* keys, int64_t dim, int
   }
 }
 
-// Scores to weights e^(score - maximum) in place. Lanes past the query's own position hold garbage
-// keys' scores, NaN perhaps: they are replaced before anything is computed from them.
-AEGIS_INLINE void soften(float* scores, int positions, float* maximum, float* sum) {
+// Scores of positions [from, to) to weights e^(score - maximum) in place. Lanes past the query's own
+// position hold garbage keys' scores, NaN perhaps: they are replaced before anything is computed
+// from them, as are those ahead of its window. Vectors ahead of it would add nothing.
+AEGIS_INLINE void soften(float* scores, int from, int to, float* maximum, float* sum) {
   const f32x16 lowest = set1(-__builtin_inff());
-  const int whole = positions / kKeyLanes * kKeyLanes;
-  const int rest = positions - whole;
+  const int start = from / kKeyLanes * kKeyLanes;
+  const int whole = to / kKeyLanes * kKeyLanes;
+  const int rest = to - whole;
   if (rest) {
     const f32x16 s = load(scores + whole);
     store(scores + whole, select(mask_first(rest), s, lowest));
   }
+  if (from > start) {
+    const f32x16 s = load(scores + start);
+    store(scores + start, select(mask_first(from - start), lowest, s));
+  }
   f32x16 m = lowest;
-  for (int p = 0; p < positions; p += kKeyLanes) m = max(m, load(scores + p));
+  for (int p = start; p < to; p += kKeyLanes) m = max(m, load(scores + p));
   *maximum = reduce_max(m);
   const f32x16 shift = set1(*maximum);
   f32x16 total = zero();
-  for (int p = 0; p < positions; p += kKeyLanes) {
+  for (int p = start; p < to; p += kKeyLanes) {
     const f32x16 weight = exp(sub(load(scores + p), shift));
     store(scores + p, weight);
     total = add(total, weight);
@@ -188,30 +194,38 @@ static void mix(int count, const float* weights, const float* values, int64_t di
   }
 }
 
-// `count` queries at positions[0..count) (not decreasing, none before `base`) against the block of
-// positions that starts at `base`.
+// `count` queries at positions[0..count) (not decreasing, each seeing some of the block) against
+// the block of positions that starts at `base`.
 static void run_block(const AttentionUnit& unit, const float* q, int count,
                       const int64_t* positions, int64_t base, Block& block) {
-  int visible[kTileQueries];
+  int from[kTileQueries], to[kTileQueries];
   for (int i = 0; i < count; ++i) {
-    const int64_t n = positions[i] - base + 1;
-    visible[i] = (int)(n < kPositionBlock ? n : kPositionBlock);
+    const int64_t n = positions[i] - base + 1, first = first_seen(positions[i], unit.window) - base;
+    from[i] = (int)(first > 0 ? first : 0);
+    to[i] = (int)(n < kPositionBlock ? n : kPositionBlock);
   }
-  const int vectors = (visible[count - 1] + kKeyLanes - 1) / kKeyLanes;
-  score(count, q, unit.keys + base * unit.dim, unit.dim, vectors, block.scores);
+  const int skipped = from[0] / kKeyLanes;
+  const int vectors = (to[count - 1] + kKeyLanes - 1) / kKeyLanes - skipped;
+  score(count, q, unit.keys + (base + skipped * kKeyLanes) * unit.dim, unit.dim, vectors,
+        block.scores + skipped * kKeyLanes);
   for (int i = 0; i < count; ++i)
-    soften(block.scores + i * kPositionBlock, visible[i], &block.maximum[i], &block.sum[i]);
+    soften(block.scores + i * kPositionBlock, from[i], to[i], &block.maximum[i], &block.sum[i]);
 
   const int64_t dim = unit.value_dim;
   for (int i = 0; i < count; ++i)
     for (int64_t c = 0; c < dim; c += 16) store(block.values + i * kValueRow + c, zero());
   const float* values = unit.values + base * dim;
-  mix(count, block.scores, values, dim, 0, visible[0], block.values);
-  // Rows of a tile end at different positions; a row never multiplies a value past its own.
-  for (int i = 1; i < count; ++i)
-    if (visible[i] > visible[0])
-      mix_queries<1>(block.scores + i * kPositionBlock, values, dim, visible[0], visible[i],
+  const auto alone = [&](int i, int begin, int end) {
+    if (begin < end)
+      mix_queries<1>(block.scores + i * kPositionBlock, values, dim, begin, end,
                      block.values + i * kValueRow);
+  };
+  // Rows of a tile begin and end at different positions; a row never multiplies a value that it does
+  // not see, and takes those that it does in their order.
+  const int begin = from[count - 1], end = begin < to[0] ? to[0] : begin;
+  for (int i = 0; i < count; ++i) alone(i, from[i], begin < to[i] ? begin : to[i]);
+  if (begin < end) mix(count, block.scores, values, dim, begin, end, block.values);
+  for (int i = 0; i < count; ++i) alone(i, from[i] < end ? end : from[i], to[i]);
 }
 
 // Adds a block's result to the running one: both are brought to the larger maximum.
@@ -226,7 +240,14 @@ AEGIS_INLINE void merge(float* maximum, float* sum, float* out, float block_maxi
     store(out + c, fma(load(out + c), set1(keep), mul(load(block_values + c), set1(take))));
 }
 
-AEGIS_INLINE void scale_row(float* out, float factor, int64_t dim) {
+// Divides a head's result by the sum of its weights, to which a sink adds one of no value.
+AEGIS_INLINE void finish_row(float* out, float maximum, float sum, const float* sink, int64_t dim) {
+  float factor = 1.0f / sum;
+  if (sink) {
+    const float m = maximum > *sink ? maximum : *sink;
+    const float keep = exp1(maximum - m);
+    factor = keep / fma1(sum, keep, exp1(*sink - m));
+  }
   for (int64_t c = 0; c < dim; c += 16) store(out + c, mul(load(out + c), set1(factor)));
 }
 
@@ -253,18 +274,21 @@ static void attend(const AttentionUnit& unit) {
   pack_queries(unit, packed);
   for (int i = 0; i < total; ++i) positions[i] = unit.first + i / unit.heads;
 
-  for (int64_t base = 0; base <= positions[total - 1]; base += kPositionBlock)
+  const auto first_of = [&](int i) { return first_seen(positions[i], unit.window); };
+  for (int64_t base = first_of(0) / kPositionBlock * kPositionBlock; base <= positions[total - 1];
+       base += kPositionBlock)
     for (int tile = 0; tile < total; tile += kTileQueries) {
       int begin = tile;
-      const int end = tile + kTileQueries < total ? tile + kTileQueries : total;
+      int end = tile + kTileQueries < total ? tile + kTileQueries : total;
       while (begin < end && positions[begin] < base) ++begin;
+      while (begin < end && first_of(end - 1) >= base + kPositionBlock) --end;
       if (begin == end) continue;
       const float* q = packed + tile * unit.dim + (begin - tile);
       run_block(unit, q, end - begin, positions + begin, base, block);
       for (int i = begin; i < end; ++i) {
         float* out = output_of(unit, i);
         const float* values = block.values + (i - begin) * kValueRow;
-        if (base == 0) {
+        if (base <= first_of(i)) {
           maximum[i] = block.maximum[i - begin];
           sum[i] = block.sum[i - begin];
           for (int64_t c = 0; c < unit.value_dim; c += 16) store(out + c, load(values + c));
@@ -274,7 +298,9 @@ static void attend(const AttentionUnit& unit) {
         }
       }
     }
-  for (int i = 0; i < total; ++i) scale_row(output_of(unit, i), 1.0f / sum[i], unit.value_dim);
+  for (int i = 0; i < total; ++i)
+    finish_row(output_of(unit, i), maximum[i], sum[i],
+               unit.sinks ? unit.sinks + i % unit.heads : nullptr, unit.value_dim);
 }
 
 static void attend_block(const AttentionUnit& unit, int64_t index, float* partials,
@@ -294,7 +320,8 @@ static void attend_block(const AttentionUnit& unit, int64_t index, float* partia
   }
 }
 
-static void merge_blocks(const float* partials, int64_t blocks, int64_t dim, float* out) {
+static void merge_blocks(const float* partials, int64_t blocks, int64_t dim, const float* sink,
+                         float* out) {
   float maximum = partials[0];
   float sum = partials[1];
   for (int64_t c = 0; c < dim; c += 16) store(out + c, load(partials + kPartialHead + c));
@@ -302,7 +329,7 @@ static void merge_blocks(const float* partials, int64_t blocks, int64_t dim, flo
     const float* partial = partials + b * (dim + kPartialHead);
     merge(&maximum, &sum, out, partial[0], partial[1], partial + kPartialHead, dim);
   }
-  scale_row(out, 1.0f / sum, dim);
+  finish_row(out, maximum, sum, sink, dim);
 }
 
 }  // namespace aegis::AEGIS_ISA

@@ -1,4 +1,5 @@
-// The experts block: routed SwiGLU experts in slots, an optional shared expert, and the residual.
+// The experts block: routed SwiGLU experts in slots, an optional shared expert, and the residual. The
+// biases of an expert, if it has some, are added to what its matrices give.
 //
 // Per row: acc = 0; for its experts in ascending id acc = fma(weight, expert(x), acc); then the
 // shared expert with weight sigmoid(gate) or 1; then out = fma(residual, acc, x), which is x + acc
@@ -7,8 +8,10 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
+#include "kernel_table.h"
 #include "linear.h"
 
 namespace aegis {
@@ -16,7 +19,7 @@ namespace aegis {
 constexpr int64_t kUnorderedRows = 8;
 constexpr int64_t kActRows = 128;  // (row, expert) pairs between two barriers
 
-// One expert: data holds an offset into a slot for routed ones, an address for the shared one.
+// One expert: data and biases hold offsets into a slot for routed ones, addresses for the shared one.
 struct ExpertDescs {
     LinearDesc gate, up, down;
 };
@@ -41,7 +44,7 @@ public:
     // Scratch is a range of the workspace; refused where it is smaller than scratch_nbytes(shape).
     Experts(Pool& pool, const ExpertsShape& shape, const SlotRange& slots, const ExpertDescs& routed,
             const ExpertDescs* shared, const LinearDesc* shared_gate, uint8_t* scratch, int64_t scratch_nbytes,
-            float residual = 1.0f);
+            float residual = 1.0f, std::optional<SwigluClamp> clamp = {});
 
     static int64_t scratch_nbytes(const ExpertsShape& shape);
 
@@ -95,6 +98,7 @@ private:
     LinearDesc shared_gate_;
     bool has_shared_, has_gate_;
     float residual_;
+    std::optional<SwigluClamp> clamp_;
 
     float *sums_, *acc_, *partial_, *shared_out_, *gates_, *act_, *act_sums_, *shared_act_, *shared_act_sums_;
     float *scaled_, *scaled_act_;  // the same of a single row, for TileArgs::scaled

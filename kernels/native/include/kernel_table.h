@@ -28,6 +28,12 @@ struct TileArgs {
     const uint8_t* next = nullptr;  // weights this thread reads after these; null: those that follow
 };
 
+// out = (up + 1) * gate * sigmoid(alpha * gate) of a gate of at most limit and an up from -limit to limit.
+struct SwigluClamp {
+    float limit;
+    float alpha;
+};
+
 struct KernelTable {
     const char* name;
     void (*linear_tile)(const TileArgs& args);
@@ -38,6 +44,8 @@ struct KernelTable {
     void (*row_sums)(const float* x, int64_t n, float* sums);
     // out = silu(gate) * up; n is a multiple of 16.
     void (*silu_mul)(const float* gate, const float* up, float* out, int64_t n);
+    // The same as the clamp has it.
+    void (*clamped_swiglu)(const float* gate, const float* up, SwigluClamp clamp, float* out, int64_t n);
     // y = fma(weight, x, y); n is a multiple of 16.
     void (*axpy)(float weight, const float* x, float* y, int64_t n);
     float (*sigmoid)(float x);

@@ -15,9 +15,12 @@ constexpr int64_t kMostGroup = 128;  // inputs that may share a scale
 constexpr int64_t kLanes = 16;    // rows of one block
 constexpr int kMaxTokens = 64;    // rows of x that one tile call may cover
 
-// The bits of a code; of dense numbers 0.
-enum class Kind : int { affine2 = 2, affine3 = 3, affine4 = 4, affine5 = 5, affine6 = 6, affine8 = 8, dense = 0 };
-enum class DType : int { bf16 = 0, f16 = 1, f32 = 2 };
+// The bits of a code; of dense numbers 0. A block of mxfp4 is two groups of 32 inputs: a scale for each
+// takes the place of scale and bias.
+enum class Kind : int {
+    affine2 = 2, affine3 = 3, affine4 = 4, affine5 = 5, affine6 = 6, affine8 = 8, dense = 0, mxfp4 = 64
+};
+enum class DType : int { bf16 = 0, f16 = 1, f32 = 2, e8m0 = 3 };
 
 // One weight in memory; made once when a model is opened.
 struct LinearDesc {
@@ -31,10 +34,13 @@ struct LinearDesc {
 
     AEGIS_ALWAYS_INLINE int64_t groups() const { return in_features / kGroup; }
     AEGIS_ALWAYS_INLINE int64_t row_blocks() const { return (rows + kLanes - 1) / kLanes; }
-    AEGIS_ALWAYS_INLINE int64_t number_nbytes() const { return dtype == DType::f32 ? 4 : 2; }
+    AEGIS_ALWAYS_INLINE int64_t number_nbytes() const {
+        return dtype == DType::f32 ? 4 : dtype == DType::e8m0 ? 1 : 2;
+    }
+    AEGIS_ALWAYS_INLINE int64_t code_bits() const { return kind == Kind::mxfp4 ? 4 : static_cast<int>(kind); }
     AEGIS_ALWAYS_INLINE int64_t block_nbytes() const {
         if (kind == Kind::dense) return kGroup * kLanes * number_nbytes();
-        return 2 * kLanes * number_nbytes() + kLanes * group_size * static_cast<int>(kind) / 8;
+        return 2 * kLanes * number_nbytes() + kLanes * group_size * code_bits() / 8;
     }
     AEGIS_ALWAYS_INLINE int64_t row_block_nbytes() const { return in_features / group_size * block_nbytes(); }
     AEGIS_ALWAYS_INLINE int64_t nbytes() const { return row_blocks() * row_block_nbytes(); }

@@ -3,12 +3,14 @@
 //   g = A + B; total = fma(scale, g, total); total = fma(bias, sum of x, total); groups in order.
 // Two groups of 64 that share a scale are a group of 128. Where only 32 do, a code becomes its value,
 // fma(code, scale, bias), and the sum is that of dense numbers: total = total + (A + B).
+// In mxfp4 each chain is a group: total = fma(scale, A, total); total = fma(next scale, B, total).
 // Lanes are rows, so neither the number of tokens nor the split over threads can change a bit.
 #pragma once
 
 #include "bit_stream.h"
 #include "kernel_table.h"
 #include "masked.h"
+#include "mxfp4.h"
 #include "unpack.h"
 #include "vmath.h"
 
@@ -42,14 +44,25 @@ AEGIS_INLINE void emit(const TileArgs& args, int t, int64_t block, f32x16 y) {
     store_first(out, y, n);
 }
 
-// Whether the scale and bias of a group multiply its sum: in groups of 32 they multiply the codes.
+// How the two chains of 64 inputs come onto the total.
+enum class Fold {
+  none,    // their sum does: of dense numbers, and of groups of 32, where scales multiply the codes
+  affine,  // the sum's scale and bias do
+  chains   // each chain has a scale
+};
 template <class W, int G>
-constexpr bool kFolds = W::affine && G != 32;
+constexpr Fold kFold = !W::affine || G == 32 ? Fold::none
+                       : kScalePerChain<W>   ? Fold::chains
+                                             : Fold::affine;
 
-template <bool Folds>
-AEGIS_INLINE f32x16 fold(f32x16 g, f32x16 scale, f32x16 bias, float sum, f32x16 total) {
-  if (!Folds) return add(total, g);
-  return fma(bias, set1(sum), fma(scale, g, total));
+// `second` is a bias, or the scale of b.
+template <Fold F, bool Scaled = false>
+AEGIS_INLINE f32x16 fold(f32x16 a, f32x16 b, f32x16 scale, f32x16 second, float sum, f32x16 total) {
+  if (F == Fold::chains) return fma(second, b, fma(scale, a, total));
+  f32x16 g = add(a, b);
+  if (Scaled) g = mul(g, set1(kUnscale));
+  if (F == Fold::none) return add(total, g);
+  return fma(second, set1(sum), fma(scale, g, total));
 }
 
 // Bytes of one block and of its scales, and their type: from the policy where it has them.
@@ -130,14 +143,12 @@ AEGIS_INLINE void direct_groups(const W& policy, const TileArgs& args, const Blo
           }
       });
   for (int n = 0; n < N; ++n) {
+    constexpr Fold F = kFold<W, G>;
     const uint8_t* here = params + n * shape.params_step();
-    const f32x16 scale = kFolds<W, G> ? load_number(here, shape.dtype) : zero();
-    const f32x16 bias = kFolds<W, G> ? load_number(here + shape.param_nbytes, shape.dtype) : zero();
-    for (int t = 0; t < NT; ++t) {
-      f32x16 sum = add(a[t][n], b[t][n]);
-      if (W::scaled) sum = mul(sum, set1(kUnscale));
-      total[t] = fold<kFolds<W, G>>(sum, scale, bias, args.sums[t][g + n], total[t]);
-    }
+    const f32x16 scale = F == Fold::none ? zero() : load_number(here, shape.dtype);
+    const f32x16 second = F == Fold::none ? zero() : load_number(here + shape.param_nbytes, shape.dtype);
+    for (int t = 0; t < NT; ++t)
+      total[t] = fold<F, W::scaled>(a[t][n], b[t][n], scale, second, args.sums[t][g + n], total[t]);
   }
 }
 
@@ -176,7 +187,7 @@ static void direct(const TileArgs& args) {
 struct Panel {
   alignas(64) float codes[kTileBlocks][kGroup * kLanes];
   alignas(64) float totals[kMaxTokens][kTileBlocks][kLanes];
-  f32x16 scale[kTileBlocks], bias[kTileBlocks];
+  f32x16 scale[kTileBlocks], second[kTileBlocks];  // second: the bias, or another scale
 };
 
 // One chain of 32 inputs: NT tokens by NB blocks of accumulators in registers.
@@ -197,7 +208,7 @@ AEGIS_INLINE void chain(const float* const* x, const Panel& panel, int64_t base,
 }
 
 // One group of NB unpacked blocks times NT tokens from t0 on.
-template <bool Folds, int NT, int NB>
+template <Fold F, int NT, int NB>
 AEGIS_INLINE void tile(const TileArgs& args, Panel& panel, int t0, int64_t g) {
   const float* x[NT];
   for (int t = 0; t < NT; ++t) x[t] = args.x[t0 + t] + g * kGroup;
@@ -210,8 +221,8 @@ AEGIS_INLINE void tile(const TileArgs& args, Panel& panel, int t0, int64_t g) {
   for (int t = 0; t < NT; ++t)
     for (int n = 0; n < NB; ++n) {
       float* total = panel.totals[t0 + t][n];
-      const f32x16 sum = add(load(first[t][n]), acc[t][n]);
-      store(total, fold<Folds>(sum, panel.scale[n], panel.bias[n], args.sums[t0 + t][g], load(total)));
+      store(total, fold<F>(load(first[t][n]), acc[t][n], panel.scale[n], panel.second[n],
+                           args.sums[t0 + t][g], load(total)));
     }
 }
 
@@ -235,12 +246,13 @@ AEGIS_INLINE void unpack_group(const W& policy, const Blocks<W, G>& shape, const
     store(codes + k * kLanes, ca.v[0]);
     store(codes + (k + 32) * kLanes, cb.v[0]);
   });
-  panel.scale[n] = kFolds<W, G> ? load_number(params, shape.dtype) : zero();
-  panel.bias[n] = kFolds<W, G> ? load_number(params + shape.param_nbytes, shape.dtype) : zero();
+  constexpr bool folds = kFold<W, G> != Fold::none;
+  panel.scale[n] = folds ? load_number(params, shape.dtype) : zero();
+  panel.second[n] = folds ? load_number(params + shape.param_nbytes, shape.dtype) : zero();
 }
 
 // unpack(row block, group, panel, part of it) for NB row blocks from rb on.
-template <bool Folds, int NB, class Unpack>
+template <Fold F, int NB, class Unpack>
 AEGIS_INLINE void tiled_blocks(const TileArgs& args, int64_t rb, Panel& panel, const Unpack& unpack) {
   const int64_t groups = args.w->groups(), row_block_nbytes = args.w->row_block_nbytes();
   const uint8_t* row_block = args.w->data + rb * row_block_nbytes;
@@ -250,24 +262,24 @@ AEGIS_INLINE void tiled_blocks(const TileArgs& args, int64_t rb, Panel& panel, c
     for (int n = 0; n < NB; ++n) unpack(row_block + n * row_block_nbytes, g, panel, n);
     int t = 0;
     for (; t + kTileTokens <= args.tokens; t += kTileTokens)
-      tile<Folds, kTileTokens, NB>(args, panel, t, g);
+      tile<F, kTileTokens, NB>(args, panel, t, g);
     if (kTileTokens > 4)
-      for (; t + 4 <= args.tokens; t += 4) tile<Folds, 4, NB>(args, panel, t, g);
+      for (; t + 4 <= args.tokens; t += 4) tile<F, 4, NB>(args, panel, t, g);
     if (kTileTokens > 2)
-      for (; t + 2 <= args.tokens; t += 2) tile<Folds, 2, NB>(args, panel, t, g);
-    for (; t < args.tokens; ++t) tile<Folds, 1, NB>(args, panel, t, g);
+      for (; t + 2 <= args.tokens; t += 2) tile<F, 2, NB>(args, panel, t, g);
+    for (; t < args.tokens; ++t) tile<F, 1, NB>(args, panel, t, g);
   }
   for (int t = 0; t < args.tokens; ++t)
     for (int n = 0; n < NB; ++n) emit(args, t, rb + n, load(panel.totals[t][n]));
 }
 
-template <bool Folds, class Unpack>
+template <Fold F, class Unpack>
 AEGIS_INLINE void tiled(const TileArgs& args, const Unpack& unpack) {
   Panel panel;
   int64_t rb = args.block_begin;
   for (; rb + kTileBlocks <= args.block_end; rb += kTileBlocks)
-    tiled_blocks<Folds, kTileBlocks>(args, rb, panel, unpack);
-  for (; rb < args.block_end; ++rb) tiled_blocks<Folds, 1>(args, rb, panel, unpack);
+    tiled_blocks<F, kTileBlocks>(args, rb, panel, unpack);
+  for (; rb < args.block_end; ++rb) tiled_blocks<F, 1>(args, rb, panel, unpack);
 }
 
 // What most stores hold: tiles of its own.
@@ -279,7 +291,7 @@ static void linear_of(const TileArgs& args) {
   if (kDirectTokens >= 4 && args.tokens == 4) return direct<W, 64, 4>(args);
   const W policy;
   const Blocks<W, 64> shape(*args.w);
-  tiled<W::affine>(args, [=](const uint8_t* row_block, int64_t g, Panel& panel, int n) AEGIS_LAMBDA {
+  tiled<kFold<W, 64>>(args, [=](const uint8_t* row_block, int64_t g, Panel& panel, int n) AEGIS_LAMBDA {
     unpack_group<W, 64>(policy, shape, row_block, g, panel, n);
   });
 }
@@ -287,9 +299,9 @@ static void linear_of(const TileArgs& args) {
 // All other formats share one copy of the tiles, and call a function for their codes.
 using Unpack = void (*)(const LinearDesc& w, const uint8_t* row_block, int64_t g, Panel& panel, int n);
 
-template <bool Folds>
+template <Fold F>
 static void shared_tiles(const TileArgs& args, Unpack unpack) {
-  tiled<Folds>(args, [&](const uint8_t* row_block, int64_t g, Panel& panel, int n) AEGIS_LAMBDA {
+  tiled<F>(args, [&](const uint8_t* row_block, int64_t g, Panel& panel, int n) AEGIS_LAMBDA {
     unpack(*args.w, row_block, g, panel, n);
   });
 }
@@ -307,7 +319,7 @@ static void other_of(const TileArgs& args) {
     if (args.scaled) return direct<M, G, 1>(args);
   if (args.tokens == 1) return direct<W, G, 1>(args);
 #endif
-  shared_tiles<kFolds<W, G>>(args, unpack_of<W, G>);
+  shared_tiles<kFold<W, G>>(args, unpack_of<W, G>);
 }
 
 template <class W, class M>
@@ -351,6 +363,8 @@ static void usual_affine(const TileArgs& args) {
       return usual_of<W, M<DType::f16>>(args);
     case DType::f32:
       return usual_of<W, M<DType::f32>>(args);
+    case DType::e8m0:  // of mxfp4 alone
+      break;
   }
 }
 
@@ -369,6 +383,8 @@ static void linear_tile(const TileArgs& args) {
       return other_of<AffineStream<6>, MaskedStream<6>, 64>(args);
     case Kind::affine8:
       return linear_of<Affine8>(args);
+    case Kind::mxfp4:
+      return linear_of<Mxfp4>(args);
     case Kind::dense:
       break;
   }
@@ -378,6 +394,7 @@ static void linear_tile(const TileArgs& args) {
     case DType::f16:
       return linear_of<Dense<DType::f16>>(args);
     case DType::f32:
+    case DType::e8m0:  // of no dense weight
       return linear_of<Dense<DType::f32>>(args);
   }
 }
@@ -411,6 +428,17 @@ static void row_sums(const float* x, int64_t n, float* sums) {
 
 static void silu_mul(const float* gate, const float* up, float* out, int64_t n) {
   for (int64_t i = 0; i < n; i += kLanes) store(out + i, mul(silu(load(gate + i)), load(up + i)));
+}
+
+static void clamped_swiglu(const float* gate, const float* up, SwigluClamp clamp, float* out,
+                           int64_t n) {
+  // Constants come first, so that a NaN passes through.
+  const f32x16 most = set1(clamp.limit), least = set1(-clamp.limit), alpha = set1(clamp.alpha);
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const f32x16 g = min(most, load(gate + i));
+    const f32x16 u = max(least, min(most, load(up + i)));
+    store(out + i, mul(mul(g, sigmoid(mul(alpha, g))), add(u, set1(1.0f))));
+  }
 }
 
 static void axpy(float weight, const float* x, float* y, int64_t n) {
@@ -461,6 +489,7 @@ static KernelTable make_table(const char* name) {
 #endif
   table.row_sums = row_sums;
   table.silu_mul = silu_mul;
+  table.clamped_swiglu = clamped_swiglu;
   table.axpy = axpy;
   table.sigmoid = sigmoid_of;
   table.read_probe = read_probe;

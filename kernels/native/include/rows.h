@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention.h"
+#include "mxfp4.h"
 #include "vmath.h"
 
 namespace aegis::AEGIS_ISA {
@@ -15,16 +16,7 @@ AEGIS_INLINE uint32_t lane_word(const uint8_t* words, int j, int lane) {
 // The number of lane `lane` in 16 stored numbers.
 AEGIS_INLINE float lane_number(const uint8_t* numbers, int lane, DType dtype) {
   float t[16];
-  switch (dtype) {
-    case DType::bf16:
-      store(t, load_bf16((const uint16_t*)numbers));
-      break;
-    case DType::f16:
-      store(t, load_f16((const uint16_t*)numbers));
-      break;
-    default:
-      store(t, load((const float*)numbers));
-  }
+  store(t, load_number(numbers, dtype));
   return t[lane];
 }
 
@@ -62,6 +54,7 @@ AEGIS_INLINE void lane_codes_of(Kind kind, const uint8_t* words, int lane, int c
     case Kind::affine3:
       return lane_codes3(words, lane, count, codes);
     case Kind::affine4:
+    case Kind::mxfp4:
       return lane_codes<4>(words, lane, count, codes);
     case Kind::affine5:
       return lane_codes<5>(words, lane, count, codes);
@@ -87,8 +80,14 @@ static void table_row(const LinearDesc& format, const uint8_t* row_block, int la
     float codes[kMostGroup];
     lane_codes_of(format.kind, block + 2 * kLanes * number, lane, width, codes);
     const f32x16 scale = set1(lane_number(block, lane, format.dtype));
-    const f32x16 bias = set1(lane_number(block + kLanes * number, lane, format.dtype));
-    for (int k = 0; k < width; k += 16) store(out + k, fma(scale, load(codes + k), bias));
+    const f32x16 second = set1(lane_number(block + kLanes * number, lane, format.dtype));
+    if (format.kind == Kind::mxfp4) {
+      for (int k = 0; k < width; ++k) codes[k] = kE2M1[(int)codes[k]];
+      for (int k = 0; k < width; k += 16)
+        store(out + k, mul(k < width / 2 ? scale : second, load(codes + k)));
+      continue;
+    }
+    for (int k = 0; k < width; k += 16) store(out + k, fma(scale, load(codes + k), second));
   }
 }
 

@@ -98,6 +98,10 @@ AEGIS_INLINE f32x16 select(mask16 m, f32x16 a, f32x16 b) {
 
 AEGIS_INLINE i32x16 izero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 AEGIS_INLINE i32x16 iset1(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+AEGIS_INLINE i32x16 load_u8(const uint8_t* p) {
+  return {_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)),
+          _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))};
+}
 AEGIS_INLINE i32x16 iload(const void* p) {
   const __m256i* q = (const __m256i*)p;
   return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};

@@ -70,6 +70,9 @@ AEGIS_INLINE f32x16 select(mask16 m, f32x16 a, f32x16 b) {
 
 AEGIS_INLINE i32x16 izero() { return {_mm512_setzero_si512()}; }
 AEGIS_INLINE i32x16 iset1(int32_t x) { return {_mm512_set1_epi32(x)}; }
+AEGIS_INLINE i32x16 load_u8(const uint8_t* p) {
+  return {_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))};
+}
 AEGIS_INLINE i32x16 iload(const void* p) { return {_mm512_loadu_si512(p)}; }
 AEGIS_INLINE void istore(void* p, i32x16 a) { _mm512_storeu_si512(p, a.v); }
 AEGIS_INLINE i32x16 iadd(i32x16 a, i32x16 b) { return {_mm512_add_epi32(a.v, b.v)}; }

@@ -94,6 +94,12 @@ AEGIS_INLINE f32x16 select(mask16 m, f32x16 a, f32x16 b) {
 
 AEGIS_INLINE i32x16 izero() { AEGIS_QUADS(i32x16, vdupq_n_s32(0)); }
 AEGIS_INLINE i32x16 iset1(int32_t x) { AEGIS_QUADS(i32x16, vdupq_n_s32(x)); }
+AEGIS_INLINE i32x16 load_u8(const uint8_t* p) {
+  const uint8x16_t b = vld1q_u8(p);
+  const uint16x8_t h[2] = {vmovl_u8(vget_low_u8(b)), vmovl_u8(vget_high_u8(b))};
+  AEGIS_QUADS(i32x16, vreinterpretq_s32_u32(vmovl_u16(q % 2 ? vget_high_u16(h[q / 2])
+                                                            : vget_low_u16(h[q / 2]))));
+}
 AEGIS_INLINE i32x16 iload(const void* p) {
   AEGIS_QUADS(i32x16, vreinterpretq_s32_u8(vld1q_u8((const uint8_t*)p + 16 * q)));
 }

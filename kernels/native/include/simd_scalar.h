@@ -91,6 +91,7 @@ AEGIS_INLINE f32x16 select(mask16 m, f32x16 a, f32x16 b) {
 
 AEGIS_INLINE i32x16 iset1(int32_t x) { AEGIS_ILANES(x); }
 AEGIS_INLINE i32x16 izero() { return iset1(0); }
+AEGIS_INLINE i32x16 load_u8(const uint8_t* p) { AEGIS_ILANES(p[i]); }
 AEGIS_INLINE i32x16 iload(const void* p) {
   i32x16 r;
   memcpy(r.v, p, sizeof r.v);

@@ -125,12 +125,20 @@ AEGIS_INLINE i32x16 pick(i32x16 a, i32x16 b) {
 #endif
 }
 
+// Powers of two by their exponents plus 127; the least is a denormal float.
+AEGIS_INLINE f32x16 load_e8m0(const uint8_t* p) {
+  const i32x16 exponent = load_u8(p);
+  return as_float(select(icmp_eq(exponent, izero()), iset1(1 << 22), ishl<23>(exponent)));
+}
+
 AEGIS_INLINE f32x16 load_number(const uint8_t* p, DType dtype) {
   switch (dtype) {
     case DType::bf16:
       return load_bf16((const uint16_t*)p);
     case DType::f16:
       return load_f16((const uint16_t*)p);
+    case DType::e8m0:
+      return load_e8m0(p);
     default:
       return load((const float*)p);
   }
@@ -142,10 +150,11 @@ constexpr int kGroupsAtOnce = 2;
 constexpr int kGroupsAtOnce = 1;  // a row block is two or four registers: chains enough
 #endif
 
-struct Affine4 {
+template <class Table>
+struct Nibbles {
   static constexpr bool affine = true, scaled = false, sized = false;
   static constexpr int groups_at_once = kGroupsAtOnce;
-  CodeTable<4> table = CodeTable<4>::make();
+  Table table = Table::make();
 
   template <int N, class F>
   __attribute__((always_inline)) void codes(const uint8_t* words, int64_t stride, int64_t half,
@@ -168,6 +177,7 @@ struct Affine4 {
     }
   }
 };
+using Affine4 = Nibbles<CodeTable<4>>;
 
 // Bits 15 of the three words as one code, bits 31 as another.
 template <int N>

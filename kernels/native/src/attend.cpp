@@ -6,7 +6,15 @@ namespace aegis {
 
 namespace {
 
-int64_t blocks_until(int64_t position) { return position / kPositionBlock + 1; }
+// The blocks of positions that a row sees some of.
+struct Blocks {
+  int64_t first, count;
+};
+
+Blocks blocks_of(int64_t position, int64_t window) {
+  const int64_t first = first_seen(position, window) / kPositionBlock;
+  return {first, position / kPositionBlock + 1 - first};
+}
 
 int64_t partial_floats(const KVView& cache) { return cache.value_dim + kPartialHead; }
 
@@ -54,6 +62,8 @@ void attend_rows(Team& team, const Attended& attended, const KVView& cache, int6
       unit.first = start + row;
       unit.rows = static_cast<int>(std::min(rows, tokens - row));
       unit.heads = static_cast<int>(std::min(heads, group - local));
+      unit.window = attended.window;
+      unit.sinks = attended.sinks ? attended.sinks + head : nullptr;
       kernels().attention.attend(unit);
     }
   });
@@ -63,15 +73,15 @@ void attend_blocks(Team& team, const Attended& attended, const KVView& cache, in
   const int64_t group = attended.heads / cache.kv_heads;
   const int64_t heads = std::min<int64_t>(group, kTileQueries);
   const int64_t head_tiles = (group + heads - 1) / heads;
-  const int64_t blocks = blocks_until(start);
-  const int64_t per_head = head_tiles * blocks;
-  const int64_t ld_partial = blocks * partial_floats(cache);
+  const Blocks blocks = blocks_of(start, attended.window);
+  const int64_t per_head = head_tiles * blocks.count;
+  const int64_t ld_partial = blocks.count * partial_floats(cache);
   team.each(cache.kv_heads * per_head, 1, [&](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {
       const int64_t kv_head = item / per_head;
       // Heads that share keys follow each other, while these are in a near cache.
       const int64_t local = item % head_tiles * heads;
-      const int64_t block = item / head_tiles % blocks;
+      const int64_t block = item / head_tiles % blocks.count;
       const int64_t head = kv_head * group + local;
       AttentionUnit unit{};
       unit.q = attended.q + head * attended.q_step;
@@ -83,16 +93,18 @@ void attend_blocks(Team& team, const Attended& attended, const KVView& cache, in
       unit.first = start;
       unit.rows = 1;
       unit.heads = static_cast<int>(std::min(heads, group - local));
+      unit.window = attended.window;
       float* partials = attended.partials + head * ld_partial + block * partial_floats(cache);
-      kernels().attention.attend_block(unit, block, partials, ld_partial);
+      kernels().attention.attend_block(unit, blocks.first + block, partials, ld_partial);
     }
   });
 }
 
 void merge_head(const Attended& attended, const KVView& cache, int64_t start, int64_t head) {
-  const int64_t blocks = blocks_until(start);
+  const int64_t blocks = blocks_of(start, attended.window).count;
   const float* partials = attended.partials + head * blocks * partial_floats(cache);
   kernels().attention.merge_blocks(partials, blocks, cache.value_dim,
+                                   attended.sinks ? attended.sinks + head : nullptr,
                                    attended.out + head * attended.out_step);
 }
 

@@ -149,20 +149,17 @@ void AttentionBlock::place(Team& team, const Call& call) const {
 void AttentionBlock::place_head(const Call& call, int64_t row, int64_t head) const {
   const AttentionTable& table = kernels().attention;
   const int64_t dim = spec_.dim;
-  const int64_t half = static_cast<int64_t>(spec_.inv_freq.size());
-  const float* cosine = angles_ + row * dim;
-  const float* sine = cosine + half;
   const float scale = spec_.scale.value_or(1.0f / std::sqrt(static_cast<float>(dim)));
   const QKNorm& norm = spec_.qk_norm;
   float* queries = q_ + row * ld_q() + head * group() * q_stride();
   for (float* q = queries; q < queries + group() * q_stride(); q += q_stride()) {
     if (norm.per_head) table.rms_norm(q, norm.q, spec_.eps, dim, q);
-    table.rotate(q, cosine, sine, half, dim, scale, q);
+    turn(q, row, scale);
   }
 
   float* k = k_ + row * padded_ld(kv_dim()) + head * dim;
   if (norm.per_head) table.rms_norm(k, norm.k, spec_.eps, dim, k);
-  table.rotate(k, cosine, sine, half, dim, 1.0f, k);
+  turn(k, row, 1.0f);
   const int64_t position = call.start + row;
   float* keys = call.cache.head_keys(head) + position / kKeyLanes * kKeyLanes * dim;
   for (int64_t d = 0; d < dim; ++d) keys[d * kKeyLanes + position % kKeyLanes] = k[d];
@@ -170,8 +167,18 @@ void AttentionBlock::place_head(const Call& call, int64_t row, int64_t head) con
   std::memcpy(call.cache.head_values(head) + position * dim, v, static_cast<size_t>(dim) * 4);
 }
 
+// Rotates a head in its place and scales all of it.
+void AttentionBlock::turn(float* head, int64_t row, float scale) const {
+  const int64_t half = static_cast<int64_t>(spec_.inv_freq.size());
+  const float* cosine = angles_ + row * spec_.dim;
+  kernels().attention.rotate(head, cosine, cosine + half, half, 2 * half, scale * spec_.rotary_scale,
+                             head);
+  for (int64_t d = 2 * half; d < spec_.dim; ++d) head[d] *= scale;
+}
+
 Attended AttentionBlock::attended() const {
-  return {q_, ld_q(), q_stride(), wide_, ld_wide_, spec_.dim, spec_.heads, partials_};
+  return {q_,           ld_q(),    q_stride(),   wide_,       ld_wide_, spec_.dim,
+          spec_.heads, partials_, spec_.window, spec_.sinks};
 }
 
 void AttentionBlock::attend_one(Team& team, const Call& call) const {

@@ -54,11 +54,12 @@ void make_attention(AttentionBlock* self, Pool& pool, int64_t hidden, int64_t he
                     const LinearDesc& k, const LinearDesc& v, const LinearDesc& o,
                     uintptr_t scratch, int64_t scratch_nbytes, uintptr_t q_norm, uintptr_t k_norm,
                     bool norm_per_head, std::optional<float> scale, float residual,
-                    bool output_gate) {
+                    bool output_gate, float rotary_scale, int64_t window, uintptr_t sinks) {
   AttentionBlock::Spec spec{hidden, heads, kv_heads, dim, max_tokens, context, eps,
                             std::move(inv_freq), at<const float>("a norm", norm), q, k, v, o,
                             make_qk_norm(q_norm, k_norm, norm_per_head), scale, residual,
-                            output_gate};
+                            output_gate, rotary_scale, window,
+                            sinks ? at<const float>("sinks", sinks) : nullptr};
   new (self) AttentionBlock(pool, std::move(spec),
                             Scratch(at<float>("scratch", scratch), scratch_nbytes));
 }
@@ -100,7 +101,8 @@ void bind_attention_block(nb::module_& m) {
            nb::arg("o"), nb::arg("scratch"), nb::arg("scratch_nbytes"), nb::arg("q_norm") = 0,
            nb::arg("k_norm") = 0, nb::arg("norm_per_head") = false,
            nb::arg("scale") = nb::none(), nb::arg("residual") = 1.0f,
-           nb::arg("output_gate") = false, nb::keep_alive<1, 2>())
+           nb::arg("output_gate") = false, nb::arg("rotary_scale") = 1.0f, nb::arg("window") = 0,
+           nb::arg("sinks") = 0, nb::keep_alive<1, 2>())
       .def("__call__", &run_attention<AttentionBlock>, nb::arg("x").noconvert(),
            nb::arg("cache"), nb::arg("start"));
 }

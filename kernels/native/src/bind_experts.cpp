@@ -1,5 +1,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 
 #include <memory>
 #include <optional>
@@ -43,8 +45,8 @@ class ExpertsBinding {
 public:
     ExpertsBinding(Pool& pool, const ExpertsShape& shape, const SlotRange& slots, const ExpertDescs& routed,
                    const ExpertDescs* shared, const LinearDesc* gate, uint8_t* scratch, int64_t scratch_nbytes,
-                   float residual)
-        : shape_(shape), experts_(pool, shape, slots, routed, shared, gate, scratch, scratch_nbytes, residual) {}
+                   float residual, std::optional<SwigluClamp> clamp)
+        : shape_(shape), experts_(pool, shape, slots, routed, shared, gate, scratch, scratch_nbytes, residual, clamp) {}
 
     void begin(Floats x, ConstFloats normed, ConstInts experts, ConstFloats weights) {
         const int64_t rows = check_rows(shape_, x, normed, experts, weights);
@@ -102,7 +104,8 @@ void check_expert(const ExpertDescs& e, int64_t hidden, int64_t intermediate) {
 
 void init_experts(ExpertsBinding* self, Pool& pool, const nb::tuple& shape_tuple, uintptr_t slot_base, int64_t slot_stride,
                   int64_t slot_count, const nb::tuple& routed_tuple, const nb::object& shared_tuple,
-                  const nb::object& gate, uintptr_t scratch, int64_t scratch_nbytes, float residual) {
+                  const nb::object& gate, uintptr_t scratch, int64_t scratch_nbytes, float residual,
+                  std::optional<std::pair<float, float>> clamp) {
     const ExpertsShape shape = shape_of(shape_tuple);
     const ExpertDescs routed = descs_of(routed_tuple);
     check_expert(routed, shape.hidden, shape.intermediate);
@@ -115,10 +118,12 @@ void init_experts(ExpertsBinding* self, Pool& pool, const nb::tuple& shape_tuple
     const LinearDesc* gate_desc = gate.is_none() ? nullptr : nb::cast<LinearDesc*>(gate);
     if (gate_desc && (gate_desc->rows != 1 || gate_desc->in_features != shape.hidden))
         throw nb::value_error("shared_expert_gate must be (1, hidden_size)");
+    std::optional<SwigluClamp> limits;
+    if (clamp) limits = {clamp->first, clamp->second};
     check_address("a slot", slot_base | static_cast<uintptr_t>(slot_stride));
     const SlotRange slots{reinterpret_cast<uint8_t*>(slot_base), slot_stride, slot_count};
     new (self) ExpertsBinding(pool, shape, slots, routed, has_shared ? &shared : nullptr, gate_desc,
-                              at<uint8_t>("scratch", scratch), scratch_nbytes, residual);
+                              at<uint8_t>("scratch", scratch), scratch_nbytes, residual, limits);
 }
 
 }  // namespace
@@ -131,7 +136,7 @@ void bind_experts(nb::module_& m) {
         .def("__init__", &init_experts, nb::keep_alive<1, 2>(), nb::arg("pool"), nb::arg("shape"), nb::arg("slot_base"),
              nb::arg("slot_stride"), nb::arg("slot_count"), nb::arg("routed"), nb::arg("shared").none(),
              nb::arg("shared_gate").none(), nb::arg("scratch"), nb::arg("scratch_nbytes"),
-             nb::arg("residual") = 1.0f)
+             nb::arg("residual") = 1.0f, nb::arg("clamp") = nb::none())
         .def("begin", &ExpertsBinding::begin, nb::arg("x").noconvert(), nb::arg("normed").noconvert(),
              nb::arg("experts").noconvert(), nb::arg("weights").noconvert())
         .def("add", &ExpertsBinding::add, nb::arg("experts").noconvert(), nb::arg("slots").noconvert())

@@ -21,7 +21,11 @@ namespace {
 using Matrix = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Vector = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-Kind kind_of(int bits) {
+Kind kind_of(int bits, DType dtype) {
+    if (dtype == DType::e8m0) {
+        if (bits != 4) throw nb::value_error("scales of e8m0 belong to codes of 4 bits");
+        return Kind::mxfp4;
+    }
     if (bits != 0 && (bits < 2 || bits > 8 || bits == 7))
         throw nb::value_error(
             ("no native kernel for " + std::to_string(bits) + "-bit codes; 2, 3, 4, 5, 6 and 8 have one").c_str());
@@ -32,7 +36,8 @@ DType dtype_of(const std::string& name) {
     if (name == "bf16") return DType::bf16;
     if (name == "f16") return DType::f16;
     if (name == "f32") return DType::f32;
-    throw nb::value_error(("number type " + name + " is not bf16, f16 or f32").c_str());
+    if (name == "e8m0") return DType::e8m0;
+    throw nb::value_error(("number type " + name + " is not bf16, f16, f32 or e8m0").c_str());
 }
 
 LinearDesc make_desc(uintptr_t address, int64_t rows, int64_t in_features, int bits, const std::string& dtype,
@@ -49,8 +54,8 @@ LinearDesc make_desc(uintptr_t address, int64_t rows, int64_t in_features, int b
     desc.data = at<const uint8_t>("a weight", address);
     desc.rows = rows;
     desc.in_features = in_features;
-    desc.kind = kind_of(bits);
     desc.dtype = dtype_of(dtype);
+    desc.kind = kind_of(bits, desc.dtype);
     desc.bias = at<const float>("a bias", bias);
     desc.group_size = group_size;
     return desc;

@@ -55,7 +55,10 @@ int64_t result_rows(const ExpertsShape& s) {
 
 ExpertDescs at(const ExpertDescs& descs, const uint8_t* base) {
     ExpertDescs moved = descs;
-    for (LinearDesc* d : {&moved.gate, &moved.up, &moved.down}) d->data = base + reinterpret_cast<uintptr_t>(d->data);
+    for (LinearDesc* d : {&moved.gate, &moved.up, &moved.down}) {
+        d->data = base + reinterpret_cast<uintptr_t>(d->data);
+        if (d->bias) d->bias = reinterpret_cast<const float*>(base + reinterpret_cast<uintptr_t>(d->bias));
+    }
     return moved;
 }
 
@@ -82,9 +85,9 @@ int64_t Experts::scratch_nbytes(const ExpertsShape& s) {
 
 Experts::Experts(Pool& pool, const ExpertsShape& shape, const SlotRange& slots, const ExpertDescs& routed,
                  const ExpertDescs* shared, const LinearDesc* shared_gate, uint8_t* scratch, int64_t scratch_nbytes,
-                 float residual)
+                 float residual, std::optional<SwigluClamp> clamp)
     : pool_(pool), shape_(shape), slots_(slots), routed_(routed), has_shared_(shared), has_gate_(shared_gate),
-      residual_(residual) {
+      residual_(residual), clamp_(clamp) {
     const int64_t needed = Experts::scratch_nbytes(shape);
     if (scratch_nbytes < needed)
         refuse("the experts block needs " + std::to_string(needed) + " bytes of workspace but was given " +
@@ -344,7 +347,10 @@ void Experts::gate_up(const Tile& tile, int64_t group) const {
     kernels().linear_tile(args);
     for (int t = 0; t < tile.rows; ++t) {
         float* act = tile.act + t * tile.ld_act + group * kGroup;
-        kernels().silu_mul(gate[t], up[t], act, kGroup);
+        if (clamp_)
+            kernels().clamped_swiglu(gate[t], up[t], *clamp_, act, kGroup);
+        else
+            kernels().silu_mul(gate[t], up[t], act, kGroup);
         kernels().row_sums(act, kGroup, tile.act_sums + t * tile.ld_sums + group);
     }
     if (tile.scaled_act)
