@@ -124,7 +124,7 @@ def test_agrees_with_float64(
 def test_mxfp4_biases_and_clamps_agree_with_float64(
     shared: str, rows: int, bits: tuple[int, int, int]
 ) -> None:
-    case = Case(rows, shared, bits, 1.0, CLAMP)
+    case = Case(rows, shared, bits, clamp=CLAMP)
     x, routing = normal(case.rng, rows, 128), random_routing(case.rng, case.spec, rows)
     got = fused(case.block(), x, routing, case.slots)
     exact = oracle(x, routing, case.slots, case.shared, clamp=CLAMP)
