@@ -159,21 +159,33 @@ def python_script(
     )
 
 
+class Forked:
+    """A forked child at work."""
+
+    def __init__(self, work: Callable[[], object], limit_s: int = 60) -> None:
+        read, write = os.pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons' about forks
+            self.pid = os.fork()
+        if not self.pid:
+            os.close(read)
+            _answer(work, write, limit_s)
+        os.close(write)
+        self._read = read
+
+    def end(self) -> tuple[int, str]:
+        """The status with which it ended, as ``os.waitpid`` gives it, and what it said."""
+        with os.fdopen(self._read) as stream:
+            said = stream.read()
+        _, status = os.waitpid(self.pid, 0)
+        return status, said
+
+
 def in_child(work: Callable[[], object], limit_s: int = 60) -> str:
     """What ``work`` returns as text in a forked child, or how it failed there.
 
     The child takes the interpreter's whole way out, so that what ends there is tried too."""
-    read, write = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons' about forks
-        child = os.fork()
-    if not child:
-        os.close(read)
-        _answer(work, write, limit_s)
-    os.close(write)
-    with os.fdopen(read) as stream:
-        said = stream.read()
-    _, status = os.waitpid(child, 0)
+    status, said = Forked(work, limit_s).end()
     assert not status, f"the child ended with status {status} after {said!r}"
     return said
 

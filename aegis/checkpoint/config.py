@@ -243,10 +243,13 @@ def _is_fp8(entry: Any) -> bool:
     return isinstance(entry, dict) and entry.get("quant_method") == "fp8"
 
 
+FP8_BLOCK = 128
+"""Rows, and columns, of a weight in FP8 that share a scale; at its edges fewer."""
+
 _FP8_WORDS = {
     "quant_method": ("fp8",),
     "fmt": ("e4m3", "float8_e4m3fn", None),
-    "weight_block_size": ([128, 128],),
+    "weight_block_size": ([FP8_BLOCK, FP8_BLOCK],),
     "activation_scheme": ("dynamic", None),
     "scale_fmt": ("float", "ue8m0", None),
 }

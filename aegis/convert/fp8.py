@@ -10,13 +10,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from aegis.checkpoint.config import FP8_BLOCK
 from aegis.kernels.base import Format
 from aegis.kernels.formats import Raw, from_f32
 
-BLOCK = 128
-"""Rows, and columns, that share a scale; at the edges of a matrix fewer."""
-
-BF16 = Format("dense", "bf16")
+_BF16 = Format("dense", "bf16")
 
 
 def _values() -> NDArray[np.float32]:
@@ -47,7 +45,7 @@ def dequantized(codes: NDArray[np.uint8], scales: NDArray[np.float32]) -> Raw:
         values = VALUES[codes[rows]]
         with np.errstate(over="ignore", invalid="ignore"):
             for block in range(scales.shape[1]):
-                columns = slice(BLOCK * block, BLOCK * (block + 1))
+                columns = slice(FP8_BLOCK * block, FP8_BLOCK * (block + 1))
                 values[:, columns] *= scales[rows, block : block + 1]
-            numbers[rows] = from_f32(values, BF16)
+            numbers[rows] = from_f32(values, _BF16)
     return numbers

@@ -11,11 +11,10 @@ import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from aegis.checkpoint.config import QuantSpec
+from aegis.checkpoint.config import FP8_BLOCK, QuantSpec
 from aegis.checkpoint.safetensors import TensorInfo
 from aegis.checkpoint.source import Checkpoint
 from aegis.checkpoint.tensor_map import ExpertNames, HeadPart, ResidentName, TensorMap
-from aegis.convert.fp8 import BF16, BLOCK
 from aegis.errors import CheckpointError
 from aegis.kernels.base import Format, Numbers
 from aegis.kernels.sizes import MXFP4, FormatError, check_format
@@ -46,7 +45,7 @@ class BlockScales:
     def row(self, row: int) -> int:
         """The row of blocks that a row of the weight lies in."""
         matrix, inner = divmod(row, self.rows)
-        return matrix * -(-self.rows // BLOCK) + inner // BLOCK
+        return matrix * -(-self.rows // FP8_BLOCK) + inner // FP8_BLOCK
 
 
 @dataclass(frozen=True)
@@ -234,10 +233,11 @@ class _Finder:
         if tensor.dtype == _FP8 and len(shape) == 2:
             scales = self._block_scales(tensor, f"{self._tensor_name(source)}_scale_inv")
             _check_tensor(tensor, (*lead, *shape), (_FP8,))
-            blocks = tuple(-(-size // BLOCK) for size in shape)
+            blocks = tuple(-(-size // FP8_BLOCK) for size in shape)
             _check_tensor(scales, (*lead, *blocks), tuple(_DTYPES))
             found = BlockScales(scales, shape[0])
-            return SourceWeight(tensor.name, (rows, shape[1]), BF16, (tensor,), scales=found)
+            numbers = Format("dense", "bf16")
+            return SourceWeight(tensor.name, (rows, shape[1]), numbers, (tensor,), scales=found)
         if f"{source}.scales" not in self._tensors or source.endswith(".bias"):
             self._check_unquantised(tensor)
             _check_tensor(tensor, (*lead, *shape), tuple(_DTYPES))

@@ -217,13 +217,21 @@ def test_codes_that_the_config_does_not_speak_of_are_refused(tmp_path: Path) -> 
         convert(silent, tmp_path / "s")
 
 
+@pytest.fixture(scope="module")
+def growing(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two checkpoints; a projection of the second has 16 MiB of codes, and 64 as float32."""
+    folder = tmp_path_factory.mktemp("growing")
+    shape = {"hidden_size": 1024, "num_attention_heads": 256, "head_dim": 64}
+    small = in_fp8(model(folder / "m"), folder / "c")
+    big = in_fp8(model(folder / "b", num_hidden_layers=1, **shape), folder / "d")
+    return small / "fp8", big / "fp8"
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("layout", ["il16", "row"])
-def test_memory_does_not_grow_with_a_matrix(tmp_path: Path, layout: str) -> None:
-    """A projection has 16 MiB of codes, and 64 as float32."""
-    shape = {"hidden_size": 1024, "num_attention_heads": 256, "head_dim": 64}
-    small = in_fp8(model(tmp_path / "m"), tmp_path / "c")
-    big = in_fp8(model(tmp_path / "b", num_hidden_layers=1, **shape), tmp_path / "d")
-    grown, peak = memory_of_conversion(small / "fp8", big / "fp8", tmp_path, layout)
+def test_memory_does_not_grow_with_a_matrix(
+    growing: tuple[Path, Path], tmp_path: Path, layout: str
+) -> None:
+    grown, peak = memory_of_conversion(*growing, tmp_path, layout)
     assert grown < 24 << 20
     assert peak < 300 << 20

@@ -6,17 +6,22 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fault_tools import Forked
 from strategies import write_checkpoint
 
+from aegis.checkpoint.config import QuantSpec
+from aegis.checkpoint.fileio import UncachedWriter
 from aegis.checkpoint.plainfile import sealed
 from aegis.checkpoint.store import Store
+from aegis.convert import convert as converting
+from aegis.convert import three_bit
 from aegis.convert.build import JOURNAL, remove_remains
 from aegis.convert.cache import cached_store_path, ensure_store
 from aegis.convert.convert import convert
@@ -25,38 +30,23 @@ from aegis.errors import StoreError
 
 LAYERS = 4
 
-CHILD = """
-import os, signal, sys
-from aegis.checkpoint import fileio
-from aegis.checkpoint.config import QuantSpec
-from aegis.convert import convert as converting, three_bit
 
-source, target, at, bits, three = sys.argv[1:]
-calls = 0
+class _Deadly:
+    """Kills the process at its n-th call of what changes a disk; counts them."""
 
-def counted(function):
-    def call(*args, **options):
-        global calls
-        calls += 1
-        if calls == int(at):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return function(*args, **options)
-    return call
+    def __init__(self, at: int) -> None:
+        self.calls, self._at = 0, at
+        for name in ("pwrite", "fsync", "mkdir", "rename", "replace", "unlink", "open"):
+            setattr(os, name, self._counted(getattr(os, name)))
 
-for name in ("pwrite", "fsync", "mkdir", "rename", "replace", "unlink", "open"):
-    setattr(os, name, counted(getattr(os, name)))
+    def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            self.calls += 1
+            if self.calls == self._at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **options)
 
-class Writer(fileio.UncachedWriter):
-    def __init__(self, path, *rest):
-        print("writes", f"experts/{path.name}" if path.parent.name == "experts" else path.name)
-        super().__init__(path, *rest)
-
-converting.UncachedWriter = three_bit.UncachedWriter = Writer
-quantize = QuantSpec(int(bits), 64) if int(bits) else None
-options = {"quantize": quantize, "experts3bit": three == "yes", "piece_nbytes": 1 << 16}
-converting.convert(source, target, **options)
-print("calls", calls)
-"""
+        return call
 
 
 class Run:
@@ -65,19 +55,40 @@ class Run:
     def __init__(
         self, source: Path, target: Path, at: int = 0, bits: int = 0, three: bool = False
     ) -> None:
-        arguments = [str(source), str(target), str(at), str(bits), "yes" if three else "no"]
-        done = subprocess.run(
-            [sys.executable, "-u", "-c", CHILD, *arguments],
-            capture_output=True,
-            text=True,
-            env={**os.environ, "PYTHONSAFEPATH": "1"},
-            check=False,
-        )
-        assert done.returncode in (0, -signal.SIGKILL), done.stderr
-        self.killed = done.returncode != 0
-        said = [line.split() for line in done.stdout.splitlines()]
-        self.written = [path for word, path in said if word == "writes"]
-        self.calls = next((int(count) for word, count in said if word == "calls"), 0)
+        quantize = QuantSpec(bits, 64) if bits else None
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
+
+        def work() -> int:
+            self._log_writes()
+            deadly = _Deadly(at)
+            converting.convert(
+                source, target, quantize=quantize, experts3bit=three, piece_nbytes=1 << 16
+            )
+            return deadly.calls
+
+        self._child = Forked(work)
+
+    def _log_writes(self) -> None:
+        log = self._log.fileno()
+
+        class Writer(UncachedWriter):
+            def __init__(self, path: Path, *rest: Any) -> None:
+                within = "experts/" if path.parent.name == "experts" else ""
+                os.write(log, f"{within}{path.name}\n".encode())
+                super().__init__(path, *rest)
+
+        for module in (converting, three_bit):
+            vars(module)["UncachedWriter"] = Writer
+
+    def end(self) -> Run:
+        """Wait for it."""
+        status, said = self._child.end()
+        assert status == signal.SIGKILL or (status == 0 and said.isdigit()), said
+        self.killed, self.calls = status != 0, int(said or 0)
+        with self._log:
+            self._log.seek(0)
+            self.written = self._log.read().decode().split()
+        return self
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -100,21 +111,21 @@ def test_a_killed_conversion_goes_on_with_what_was_finished(
     source = write_checkpoint(
         tmp_path / "m", 3, num_hidden_layers=LAYERS, dense=plain, expert_bits=4
     )
-    whole = Run(source, tmp_path / "whole", bits=bits, three=three)
+    whole = Run(source, tmp_path / "whole", bits=bits, three=three).end()
     sound = contents(tmp_path / "whole")
     rng, went_on = random.Random(bits + three), 0
-    for number, at in enumerate(sorted(rng.sample(range(1, whole.calls + 1), 3))):
+    for number, at in enumerate(sorted(rng.sample(range(1, whole.calls + 1), 8))):
         folder = tmp_path / f"r{number}"
         folder.mkdir()
         finished: list[set[str]] = []
         # Killed again and again, each time a little further into what was left.
         for further in (at, rng.randint(at // 2 + 1, whole.calls)):
-            run = Run(source, folder / "s", further, bits, three)
+            run = Run(source, folder / "s", further, bits, three).end()
             for path in run.written:
                 assert not any(path in files for files in finished), f"{path} again at {further}"
             finished = journals(folder) if run.killed else []
             went_on += bool(finished)
-        run = Run(source, folder / "s", 0, bits, three)
+        run = Run(source, folder / "s", 0, bits, three).end()
         assert not any(path in files for path in run.written for files in finished)
         assert contents(folder / "s") == sound
         assert [path.name for path in folder.iterdir()] == ["s"]
@@ -123,8 +134,8 @@ def test_a_killed_conversion_goes_on_with_what_was_finished(
 
 def killed(source: Path, target: Path, bits: int = 0) -> Path:
     """The folder of a conversion that was killed when half of its layers were there."""
-    calls = Run(source, target.parent.parent / f"counted-{target.name}", bits=bits).calls
-    assert Run(source, target, calls * 2 // 3, bits).killed
+    calls = Run(source, target.parent.parent / f"counted-{target.name}", bits=bits).end().calls
+    assert Run(source, target, calls * 2 // 3, bits).end().killed
     [partial] = target.parent.glob(f".{target.name}.partial-*")
     [files] = journals(partial)
     assert 2 <= len(files) <= LAYERS
@@ -139,7 +150,7 @@ def source(tmp_path: Path) -> Path:
 
 def written(source: Path, target: Path, bits: int = 0) -> int:
     """How many files a conversion writes that goes to its end."""
-    run = Run(source, target, bits=bits)
+    run = Run(source, target, bits=bits).end()
     assert verify(Store.open(target)).ok
     assert [path.name for path in target.parent.iterdir() if "partial" in path.name] == []
     return len(run.written)
@@ -240,14 +251,8 @@ def test_what_is_there_needs_no_room(
 def test_two_at_once_go_on_with_one(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "d" / "s"
     killed(source, target)
-    command = [sys.executable, "-u", "-c", CHILD, str(source), str(target), "0", "0", "no"]
-    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
-    both = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    lines = [process.communicate()[0].count("writes") for process in both]
-    assert [process.returncode for process in both] == [0, 0]
+    both = [Run(source, target) for _ in range(2)]
+    lines = [len(run.end().written) for run in both]
     assert min(lines) == 0
     assert 0 < max(lines) <= LAYERS - 1
     assert verify(Store.open(target)).ok
