@@ -123,7 +123,10 @@ QUANTIZATION = [
     Case("groups of 32", quantization(group_size=32), r"scales has the shape .* config says"),
     Case("groups of 0", quantization(group_size=0), r"quantization\.group_size to 0; expected"),
     Case("another method", config(quantization={"quant_method": "gptq", "bits": 4}), "'gptq'"),
-    Case("another mode", quantization(mode="mxfp4"), "'mxfp4'"),
+    Case("another mode", quantization(mode="nvfp4"), "'nvfp4'"),
+    Case("mxfp4 in other groups", quantization(mode="mxfp4"), "mxfp4 is codes of 4 bits in groups"),
+    Case("affine as mxfp4", quantization(mode="mxfp4", group_size=32), "as BF16; expected U8"),
+    Case("affine as published mxfp4", quantization(quant_method="mxfp4"), "as BF16; expected U8"),
     Case("unknown key", quantization(zero_point="none"), r"quantization\.zero_point to 'none'"),
     Case("entry a number", quantization(**{"model.norm": 4}), r"quantization\.model\.norm to 4"),
     Case(
