@@ -1,4 +1,4 @@
-"""A hub on loopback that serves a few repositories, and fails in the ways that the real one does."""
+"""A hub on loopback that serves a few repositories, and fails as the real one does."""
 
 from __future__ import annotations
 
@@ -11,6 +11,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+GOLDEN = Path(__file__).resolve().parent / "goldens" / "qwen2_moe"
+REPO = "org/tiny-moe"
+NAMES = (
+    "config.json",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
+"""The model that tests serve, and those of its files that are wanted."""
 
 LARGE = (".safetensors", "tokenizer.json")
 """What the hub keeps outside of Git, with its SHA-256 as the hash."""
@@ -116,6 +127,27 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", "0")
         self.end_headers()
 
+    def part(self, file: str) -> bytes:
+        """What was asked for of a file."""
+        match = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "bytes=0-")
+        assert match is not None
+        data = self._repo.files[file]
+        return data[int(match[1]) : int(match[2] or len(data) - 1) + 1]
+
+    def begin(self, nbytes: int) -> None:
+        """The head of an answer that promises so many bytes."""
+        self.send_response(206 if "Range" in self.headers else 200)
+        self.send_header("Content-Length", str(nbytes))
+        self.end_headers()
+
+    def whole(self, file: str, change: Callable[[bytes], bytes]) -> None:
+        """All of a file, changed."""
+        self._send(200, change(self._repo.files[file]), {}, file)
+
+    @property
+    def _repo(self) -> Repo:
+        return self.server.repos["/".join(self.path.split("/")[1:3])]
+
     def _describe(self, name: str, repo: Repo, commit: str) -> None:
         siblings = []
         for file, data in repo.files.items():
@@ -130,7 +162,7 @@ class Handler(BaseHTTPRequestHandler):
         self._send(200, data, {"Content-Type": "application/json"})
 
     def _serve(self, repo: Repo, commit: str, file: str) -> None:
-        if repo.gated and self.token != repo.token:
+        if repo.gated and (self.token is None or self.token != repo.token):
             return self.refuse(401 if self.token is None else 403, "GatedRepo")
         if file not in repo.files:
             return self.refuse(404, "EntryNotFound")
@@ -160,6 +192,50 @@ class Handler(BaseHTTPRequestHandler):
         if self.command == "GET":
             self.wfile.write(data)
             self.server.sent[file] = self.server.sent.get(file, 0) + len(data)
+
+
+def breaks_off(after: int, times: int, file: str = "model.safetensors") -> Fault:
+    """The first ``times`` answers end after so many bytes, though more were promised."""
+    left = [times]
+
+    def fault(handler: Handler, asked: str) -> bool:
+        if asked != file or not left[0]:
+            return False
+        left[0] -= 1
+        data = handler.part(asked)
+        handler.begin(len(data))
+        handler.wfile.write(data[:after])
+        handler.server.sent[asked] = handler.server.sent.get(asked, 0) + after
+        handler.close_connection = True
+        return True
+
+    return fault
+
+
+def answers(status: int, times: int, file: str = "model.safetensors") -> Fault:
+    """The first ``times`` answers are an error."""
+    left = [times]
+
+    def fault(handler: Handler, asked: str) -> bool:
+        if asked != file or not left[0]:
+            return False
+        left[0] -= 1
+        handler.refuse(status)
+        return True
+
+    return fault
+
+
+def sends(change: Callable[[bytes], bytes], file: str = "model.safetensors") -> Fault:
+    """The whole file is sent, changed, whatever range was asked for."""
+
+    def fault(handler: Handler, asked: str) -> bool:
+        if asked != file:
+            return False
+        handler.whole(asked, change)
+        return True
+
+    return fault
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,10 @@ from aegis.checkpoint.plainfile import parse_object
 from aegis.checkpoint.safetensors import parse_header
 from aegis.checkpoint.source import Checkpoint, join
 from aegis.errors import TokenizerError
+
+
+TEXT = "latin-1"
+"""How bytes travel between processes inside of JSON: each is a character."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class RemoteCheckpoint(Checkpoint):
         config = ModelConfig(_object(found["config"]), f"config.json of {name}")
         index = None if found["index"] is None else _object(found["index"])
         headers = {
-            file: parse_header(folder / file, sizes[file][0], base64.b64decode(header))
+            file: parse_header(folder / file, sizes[file][0], header.encode(TEXT))
             for file, header in found["headers"].items()
         }
         tensors = join(folder, index, headers)
@@ -68,4 +71,4 @@ class RemoteCheckpoint(Checkpoint):
 
 
 def _object(text: str) -> dict[str, Any]:
-    return parse_object(base64.b64decode(text))
+    return parse_object(text.encode(TEXT))

@@ -34,6 +34,7 @@ PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0)
 SYNC_NBYTES = 64 << 20
 """What may wait to be written: dirty pages count as memory of a container."""
 
+_PIECE_NBYTES = 64 << 10
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
@@ -135,14 +136,16 @@ class Repository:
         session: Any = get_session()
         timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
         # Until version 1 the sessions are those of requests, then those of httpx.
-        if hasattr(session, "stream"):
+        modern = hasattr(session, "stream")
+        if modern:
             opened = session.stream("GET", url, headers=headers, timeout=timeout)
         else:
             opened = session.get(url, headers=headers, timeout=timeout, stream=True)
         with opened as response:
             hf_raise_for_status(response)
-            pieces = getattr(response, "iter_bytes", None) or response.iter_content
-            yield response.status_code, pieces(PIECE_NBYTES)
+            # As they come: of larger pieces what has come is lost where the connection breaks.
+            pieces = response.iter_bytes() if modern else response.iter_content(_PIECE_NBYTES)
+            yield response.status_code, pieces
 
 
 def _pause(error: Exception, seconds: float | None) -> None:

@@ -6,7 +6,6 @@ signal: what was downloaded so far stays.
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import signal
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from aegis.checkpoint.config import COPIED_FILES, ModelConfig
 from aegis.checkpoint.hub_cache import HubName
 from aegis.checkpoint.plainfile import MAX_JSON_NBYTES, FileDamageError, parse_object
+from aegis.checkpoint.remote import TEXT
 from aegis.checkpoint.safetensors import MAX_HEADER_NBYTES, header_nbytes
 from aegis.checkpoint.source import INDEX, shard_names
 from aegis.child import die_with_parent
@@ -80,7 +80,7 @@ def describe(name: HubName) -> dict[str, Any]:
 
 
 def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode()
+    return data.decode(TEXT)
 
 
 def _object(name: HubName, file: str, data: bytes) -> dict[str, Any]:
