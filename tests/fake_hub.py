@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 GOLDEN = Path(__file__).resolve().parent / "goldens" / "qwen2_moe"
 REPO = "org/tiny-moe"
@@ -44,8 +45,8 @@ class Repo:
     hidden: bool = False
 
     def commit_of(self, revision: str) -> str | None:
-        refs = {"main": self.commit, self.commit: self.commit, **self.refs}
-        return refs.get(revision)
+        refs = {"main": self.commit, **self.refs}
+        return revision if revision in refs.values() else refs.get(revision)
 
     def etag(self, name: str) -> str:
         data = self.files[name]
@@ -236,6 +237,20 @@ def sends(change: Callable[[bytes], bytes], file: str = "model.safetensors") -> 
         return True
 
     return fault
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command came to."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.stdout)
+        return found
 
 
 @contextlib.contextmanager

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
-from fake_hub import GOLDEN, NAMES, REPO, FakeHub, Repo, fake_hub
+from fake_hub import GOLDEN, NAMES, REPO, Done, FakeHub, Repo, fake_hub
+
+from aegis import errors
+from aegis.cli.app import _guarded
+from aegis.hub import remote, worker
 
 
 @pytest.fixture
@@ -26,7 +33,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 
 @pytest.fixture
 def here(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
-    """The same for ``huggingface_hub`` in this process, whose settings are those of its import."""
+    """The same without worker processes: what they do is done in this one, which is quicker."""
     from huggingface_hub import constants
 
     from aegis.hub import transfer
@@ -36,4 +43,31 @@ def here(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(transfer, "PAUSES_S", (0.0,) * 5)
+    monkeypatch.setattr(remote, "_ask", _ask)
     return hub
+
+
+def _ask(request: Mapping[str, Any], progress: Callable[[int, int], None] | None = None) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "_tell", lambda line: progress and progress(*line["progress"]))
+        answer = json.loads(json.dumps(worker._answer(json.loads(json.dumps(request)))))
+    if "error" in answer:
+        kind, sentence = answer["error"]
+        raise getattr(errors, kind)(sentence)
+    return answer["result"]
+
+
+@pytest.fixture
+def aegis(
+    here: FakeHub, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Done]:
+    """Run ``aegis ARGUMENTS`` in this process, with nothing on stdin."""
+
+    def run(*arguments: str) -> Done:
+        with open("/dev/null") as nothing, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdin", nothing)
+            capfd.readouterr()
+            code = _guarded(arguments)
+        return Done(code, *capfd.readouterr())
+
+    return run
