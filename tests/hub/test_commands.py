@@ -171,7 +171,7 @@ def test_a_download_that_is_ended_goes_on_with_the_next_command(
         text=True,
         start_new_session=True,
     ) as process:
-        if not reached.wait(60):
+        if not reached.wait(300):
             process.kill()
             pytest.fail(f"no second request came: {process.communicate()}")
         # As a terminal does it: to the whole group. Killed, it is the command alone.

@@ -223,7 +223,7 @@ def test_a_worker_ends_with_the_process_that_asked(hub: FakeHub) -> None:
         pytest.skip("a process that is nobody's child cannot be waited for here")
     import select
 
-    assert select.select([descriptor], [], [], 60)[0]
+    assert select.select([descriptor], [], [], 300)[0]
     os.close(descriptor)
 
 
