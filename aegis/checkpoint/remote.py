@@ -13,7 +13,6 @@ from aegis.checkpoint.safetensors import parse_header
 from aegis.checkpoint.source import Checkpoint, join
 from aegis.errors import TokenizerError
 
-
 TEXT = "latin-1"
 """How bytes travel between processes inside of JSON: each is a character."""
 
