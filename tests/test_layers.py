@@ -22,16 +22,25 @@ BELOW = {
     "aegis.errors",
     "aegis.settings",
     "aegis.heap",
+    "aegis.child",
 }
 CHECKPOINT = BELOW | {"aegis.checkpoint"}
-ENGINE = CHECKPOINT | {"aegis.models", "aegis.text", "aegis.convert", "aegis.embedded"}
+ENGINE = CHECKPOINT | {
+    "aegis.models",
+    "aegis.text",
+    "aegis.convert",
+    "aegis.hub",
+    "aegis.embedded",
+}
 INNER = {
     "aegis.errors": set(),
     "aegis.heap": set(),
+    "aegis.child": set(),
     "aegis.settings": {"aegis.errors"},
     "aegis.embedded": {"aegis.errors"},
     "aegis.checkpoint": BELOW,
     "aegis.convert": CHECKPOINT | {"aegis.models", "aegis.embedded"},
+    "aegis.hub": CHECKPOINT | {"aegis.models", "aegis.convert"},
     "aegis.models": CHECKPOINT,
     "aegis.text": CHECKPOINT,
     "aegis.engine": ENGINE,

@@ -66,7 +66,9 @@ class _Whole(click.IntRange):
     name = "whole number"
 
 
-def _all(options: Sequence[Callable[[F], F]]) -> Callable[[F], F]:
+def all_of(options: Sequence[Callable[[F], F]]) -> Callable[[F], F]:
+    """Several options as one decorator, in their order."""
+
     def decorate(command: F) -> F:
         for option in reversed(options):
             command = option(command)
@@ -76,7 +78,10 @@ def _all(options: Sequence[Callable[[F], F]]) -> Callable[[F], F]:
 
 
 model_option = click.option(
-    "-m", "--model", metavar="MODEL", help="Folder of a model or store; the embedded one if absent."
+    "-m",
+    "--model",
+    metavar="MODEL",
+    help="Folder of a model or store, or ORG/NAME on the hub; the embedded one if absent.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 quiet_option = click.option("-q", "--quiet", is_flag=True, help="Nothing on stderr but errors.")
@@ -92,7 +97,7 @@ def cap_option(help: str) -> Callable[[F], F]:
     return click.option("--cap", callback=_read_caps, metavar="SIZE", help=help)
 
 
-engine_options = _all(
+engine_options = all_of(
     [
         click.option(
             "--device-cap",
@@ -187,7 +192,7 @@ engine_options = _all(
     ]
 )
 
-prompt_options = _all(
+prompt_options = all_of(
     [
         click.option("-p", "--prompt", metavar="TEXT", help="The prompt; piped text is appended."),
         click.option(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -23,6 +22,10 @@ from aegis.cli.source import resolve_model
 from aegis.errors import PlanError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from aegis.checkpoint.remote import RemoteCheckpoint
+    from aegis.hub.locate import Model
     from aegis.planner import MemoryPlan
 
 
@@ -36,61 +39,68 @@ if TYPE_CHECKING:
 def command(positional: str | None, **options: Any) -> int:
     """Show what a memory cap would be spent on.
 
-    Reads headers only: nothing is converted, loaded or written. Exit code 3 says that the plan
+    Reads headers only, of a model on the hub (ORG/NAME) too: nothing is downloaded, converted,
+    loaded or written. Exit code 3 says that the plan
     does not fit; the smallest cap that opens is named.
     """
     if positional is not None and options["model"] is not None:
         raise click.UsageError("MODEL is given twice: as an argument and with --model")
-    folder = model_folder(resolve_model(options["model"] if positional is None else positional))
+    model = resolve_model(options["model"] if positional is None else positional)
     note_fallback(options)
     choice = choose_caps(options)
     if choice.note and not options["quiet"]:
         note(choice.note)
-    plan = plan_for(folder, choice.single, options)
-    _show(plan, folder, options)
+    source = find_model(model, options["backend"])
+    plan = plan_for(source, choice.single, options)
+    _show(plan, source, options)
     if not plan.feasible:
         raise PlanError(plan.refusal())
     return 0
 
 
-def model_folder(model: Path | None) -> Path:
-    """The folder of a model, the embedded one for None."""
-    from aegis.convert.cache import embedded_path
+def find_model(model: Model, backend: str) -> Path | RemoteCheckpoint:
+    """The folder of a model, or what the hub says of one that is not here."""
+    from aegis.engine.planning import backend_layout, choose_backend
+    from aegis.hub.locate import find_source
 
-    return embedded_path() if model is None else model
+    return find_source(model, backend_layout(choose_backend(backend)))
 
 
-def plan_for(folder: Path, cap_nbytes: int, options: Options) -> MemoryPlan:
+def plan_for(source: Path | RemoteCheckpoint, cap_nbytes: int, options: Options) -> MemoryPlan:
     """The plan at one cap for the command line's settings; a wrong setting is a UsageError."""
     from aegis.engine.planning import make_plan
     from aegis.errors import UsageError
     from aegis.settings import Settings
 
     try:
-        return make_plan(folder, Settings(cap_nbytes=cap_nbytes, **engine_settings(options)))
+        return make_plan(source, Settings(cap_nbytes=cap_nbytes, **engine_settings(options)))
     except ValueError as error:
         raise UsageError(str(error)) from None
 
 
-def _show(plan: MemoryPlan, folder: Path, options: Options) -> None:
+def _show(plan: MemoryPlan, source: Path | RemoteCheckpoint, options: Options) -> None:
     if options["as_json"]:
         print_json(plan.to_json())
         return
+    from aegis.checkpoint.remote import RemoteCheckpoint
+    from aegis.planner import format_size
     from aegis.planner.explain import explain_plan
 
     for line in explain_plan(plan):
         click.echo(line)
     if not options["quiet"]:
-        note(_surroundings(folder))
+        note(_surroundings(source))
+        if isinstance(source, RemoteCheckpoint):
+            note(f"{source.name} is not here yet: {format_size(source.missing_nbytes)} to download")
 
 
-def _surroundings(folder: Path) -> str:
+def _surroundings(source: Path | RemoteCheckpoint) -> str:
     """Free memory and whether reads can bypass the page cache where the store lies."""
     from aegis.checkpoint.store import is_store
     from aegis.cli.machine import read_machine
     from aegis.convert.cache import cache_folder
     from aegis.engine.planning import store_storage
 
-    store = folder if is_store(folder) else cache_folder()
-    reads = store_storage(folder, "il16").describe()
+    store = source if is_store(source) else cache_folder()
+    reads = store_storage(source, "il16").describe()
     return f"machine: {read_machine().describe()}; {store}: {reads}"

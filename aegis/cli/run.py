@@ -43,9 +43,10 @@ from aegis.cli.source import SAMPLE_PROMPT, Request, on_terminal, requested
 def command(positionals: tuple[str, ...], **options: Any) -> int:
     """Answer PROMPT with MODEL under a memory cap.
 
-    MODEL is the folder of a model or of a converted store; without it the embedded model answers.
-    A single argument that is no path and no ORG/NAME is the prompt. Piped text is the prompt too,
-    or is appended to it. With no prompt at all it chats on a terminal (/exit or Ctrl-D leaves).
+    MODEL is the folder of a model or of a converted store, or ORG/NAME[@REVISION] on the Hugging
+    Face hub, which is downloaded and converted once; without it the embedded model answers. A
+    single argument that is no path and no ORG/NAME is the prompt. Piped text is the prompt too, or
+    is appended to it. With no prompt at all it chats on a terminal (/exit or Ctrl-D leaves).
     The memory plan and the figures go to stderr, only the answer goes to stdout.
     """
     request = requested(positionals, options)
@@ -60,7 +61,7 @@ def command(positionals: tuple[str, ...], **options: Any) -> int:
     if request.prompt is None and not options["as_json"] and on_terminal():
         from aegis.cli.chat import chat
 
-        return chat(request.model, choice.single, options)
+        return chat(request, choice.single, options)
     return _one_shot(request, choice.single, options)
 
 
@@ -69,7 +70,7 @@ def _one_shot(request: Request, cap_nbytes: int, options: Options) -> int:
 
     quiet, as_json = options["quiet"], options["as_json"]
     sampler = make_sampler(options)
-    with open_engine(request.model, cap_nbytes, options, None if quiet else note_plan) as engine:
+    with open_engine(request, cap_nbytes, options, None if quiet else note_plan) as engine:
         if not quiet:
             note(f"{engine.name}: {engine.describe()}\n")
             if request.prompt is None:

@@ -2,47 +2,59 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import re
 import stat
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import click
 
 from aegis.cli.options import Options, refuse_contradictions
-from aegis.errors import UsageError
+from aegis.errors import HubError, UsageError
 from aegis.settings import DEFAULT_CONTEXT
+
+if TYPE_CHECKING:
+    from aegis.checkpoint.hub_cache import HubName
+    from aegis.hub.locate import Model
 
 SAMPLE_PROMPT = "What is a mixture of experts? Answer in two sentences."
 LONGEST_TOKEN_NBYTES = 128
 """No text is made of longer tokens than this on average."""
-_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _PATH_START = ("/", "./", "../", "~")
 
 
 @dataclass(frozen=True)
 class Request:
-    """The model's folder (None: embedded) and the prompt (None: nobody gave one)."""
+    """The model (None: embedded) and the prompt (None: nobody gave one)."""
 
-    model: Path | None
+    model: Model
     prompt: str | None
+    ambiguous: bool = False
+    """The model is a single argument like and/or, which may have been meant as a prompt."""
 
 
 def names_model(text: str) -> bool:
     """Whether a single positional is a MODEL: a path, ORG/NAME or ``synthetic:``."""
     return (
         text.startswith(("synthetic:", *_PATH_START))
-        or _HUB_NAME.fullmatch(text) is not None
+        or _hub_name(text) is not None
         or _exists(text)
     )
 
 
-def resolve_model(text: str | None) -> Path | None:
-    """The folder that MODEL names; UsageError says what is supported."""
+def _hub_name(text: str) -> HubName | None:
+    from aegis.checkpoint.hub_cache import HubName
+
+    return HubName.parse(text)
+
+
+def resolve_model(text: str | None) -> Model:
+    """The folder that MODEL names, or the name itself where it is one on the hub; UsageError says
+    what is supported."""
     if text is None:
         return None
     if not text:
@@ -62,12 +74,12 @@ def resolve_model(text: str | None) -> Path | None:
         raise UsageError(
             f"{text}: synthetic models are not supported; give the folder of a model or a store"
         )
-    if _HUB_NAME.fullmatch(text):
-        raise UsageError(
-            f"{text} is not a folder here, and downloading a model by its name is not supported; "
-            "give a local folder"
-        )
-    raise UsageError(f"there is no folder {text}; give the folder of a model or a store")
+    if _hub_name(text) is not None:
+        return text
+    raise UsageError(
+        f"there is no folder {text}; give the folder of a model or a store, or ORG/NAME of a model"
+        " on the Hugging Face hub"
+    )
 
 
 def resolve_request(
@@ -83,10 +95,11 @@ def resolve_request(
     Text that no context of ``context`` tokens could hold is refused before it takes memory.
     exact: piped text is the prompt as it is, ends of lines included.
     """
-    left = list(positionals)
+    left, ambiguous = list(positionals), False
     if len(left) > 2:
         raise click.UsageError("too many arguments: at most MODEL and PROMPT (quote the prompt)")
     if model is None and left and (len(left) == 2 or names_model(left[0])):
+        ambiguous = len(left) == 1 and not _exists(left[0])
         model = left.pop(0)
         if left and model and not names_model(model):
             raise UsageError(
@@ -102,7 +115,19 @@ def resolve_request(
     given = [part for part in (*asked, _piped_text(limit_nbytes, exact)) if part]
     if not given and any(part is not None for part in asked):
         raise UsageError("the prompt is empty; give some text, or no prompt at all for a sample")
-    return Request(resolve_model(model), "\n".join(given) if given else None)
+    found = resolve_model(model)
+    return Request(found, "\n".join(given) if given else None, ambiguous and not given)
+
+
+@contextlib.contextmanager
+def told_from_prompt(request: Request) -> Iterator[None]:
+    """Where the hub has no such model, a prompt may have been meant: say how to give one."""
+    try:
+        yield
+    except HubError as error:
+        if not request.ambiguous:
+            raise
+        raise HubError(f"{error}; if it is the prompt, give it with -p") from error
 
 
 def requested(positionals: Sequence[str], options: Options) -> Request:

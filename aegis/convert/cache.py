@@ -8,16 +8,19 @@ import re
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
+from aegis.checkpoint.config import load_config
+from aegis.checkpoint.hub_cache import HubName, Origin
 from aegis.checkpoint.manifest import FORMAT_VERSION
 from aegis.checkpoint.source import Checkpoint
-from aegis.checkpoint.store import Store, is_store
+from aegis.checkpoint.store import MANIFEST, Store, is_store
 from aegis.convert.identity import embedded_path, identity_of, model_name
 from aegis.errors import StoreError
 from aegis.kernels.base import Layout
 
 if TYPE_CHECKING:
+    from aegis.checkpoint.config import QuantSpec
     from aegis.convert.convert import Progress
 
 _VERSION = r"-v\d+-[0-9a-f]{12}"
@@ -30,6 +33,8 @@ __all__ = [
     "cached_store_path",
     "embedded_path",
     "ensure_store",
+    "hub_store",
+    "model_stores",
     "older_stores",
     "open_store",
     "refuse_without_3bit",
@@ -69,17 +74,58 @@ def _home() -> Path:
     return Path(home)
 
 
-def cached_store_path(path: str | os.PathLike[str], layout: Layout = "il16") -> Path:
+def cached_store_path(
+    path: str | os.PathLike[str], layout: Layout = "il16", quantize: QuantSpec | None = None
+) -> Path:
     """Where the store of a checkpoint lies in the cache, converted or not.
+
+    ``quantize``: of the one that is quantised meanwhile.
 
     Raises:
         CheckpointError: ``path`` is no readable checkpoint.
     """
     checkpoint = Checkpoint.open(path)
-    name = model_name(checkpoint.path)
+    stem = _stem(model_name(checkpoint.path), layout)
+    return cache_folder() / f"{stem}-{identity_of(checkpoint, quantize)[:12]}"
+
+
+def _stem(name: str, layout: Layout) -> str:
+    """What a store's name begins with."""
+    name = name.replace("/", "--")
     while len(os.fsencode(name)) > _LONGEST_NAME:
         name = name[:-1]
-    return cache_folder() / f"{name}-{layout}-v{FORMAT_VERSION}-{identity_of(checkpoint)[:12]}"
+    return f"{name}-{layout}-v{FORMAT_VERSION}"
+
+
+def model_stores(path: str | os.PathLike[str]) -> list[Path]:
+    """Where the stores of a checkpoint lie in the cache, one for each layout, there or not."""
+    checkpoint = Checkpoint.open(path)
+    return [cached_store_path(checkpoint, layout) for layout in get_args(Layout)]
+
+
+def hub_store(name: HubName, layout: Layout) -> Path | None:
+    """The store of a model of the hub, the newest where it was converted in several ways.
+
+    Of the commit that the revision meant when it was last downloaded; where that download was
+    deleted, of one that had that name when it was converted.
+    """
+    commit, snapshot = name.commit, name.snapshot()
+    pattern = re.compile(re.escape(_stem(name.repo, layout)) + "-[0-9a-f]{12}")
+    found: list[tuple[float, Path]] = []
+    for entry in filter(pattern.fullmatch, _names(cache_folder())):
+        path = cache_folder() / entry
+        with contextlib.suppress(StoreError, OSError):
+            store = Store.open(path)
+            source = store.manifest.source
+            known = (
+                source.get("commit") == commit
+                if commit
+                else name.revision in source.get("revisions", ())
+            )
+            same = snapshot is None or load_config(snapshot).raw == store.layout.config.raw
+            if source.get("repo") == name.repo and known and same:
+                found.append(((path / MANIFEST).stat().st_mtime, path))
+    return max(found)[1] if found else None
 
 
 def open_store(path: str | os.PathLike[str], layout: Layout) -> Store:
@@ -110,7 +156,8 @@ def refuse_without_3bit(path: str | os.PathLike[str], layout: Layout) -> None:
     with contextlib.suppress(StoreError):  # Not there, or damaged: it will be made, without them.
         if Store.open(cached_store_path(path, layout)).has_3bit:
             return
-    folder = os.fspath(path)
+    origin = Origin.of(Path(path))
+    folder = os.fspath(path) if origin is None else origin.repo
     raise StoreError(
         f"{folder} has no 3-bit experts yet; make them with 'aegis convert --experts 3bit"
         f" {shlex.quote(folder)}'"
@@ -157,13 +204,12 @@ def _clean_up(target: Path) -> None:
             remove_remains(target.parent / owner)
 
 
-def older_stores(path: str | os.PathLike[str], layout: Layout = "il16") -> list[Path]:
-    """Stores in the cache of models of the same name that are not the one of ``path``.
+def older_stores(target: Path) -> list[Path]:
+    """Stores in the cache of the same name and layout as ``target``, one there.
 
     They come from a checkpoint that was changed since, from another one of that name, or from
     another version of aegis.
     """
-    target = cached_store_path(path, layout)
     head = re.escape(target.name.rpartition("-v")[0])
     other = re.compile(head + _VERSION)
     found = [name for name in _names(target.parent) if other.fullmatch(name)]

@@ -20,6 +20,7 @@ from aegis.checkpoint.fileio import (
     sync_folder,
     write_file,
 )
+from aegis.checkpoint.hub_cache import Origin, revisions_at
 from aegis.checkpoint.layout import PARTS, ExpertGeometry, StoreLayout
 from aegis.checkpoint.manifest import Checksums, Manifest, encode
 from aegis.checkpoint.source import Checkpoint
@@ -33,7 +34,7 @@ from aegis.convert.build import (
     prepare_parent,
     remove_leftovers,
 )
-from aegis.convert.identity import identity_of
+from aegis.convert.identity import identity_of, model_name
 from aegis.convert.layout import layout_of, resolve_checkpoint
 from aegis.convert.names import ExpertSource, Resolved
 from aegis.convert.source_data import Streams, packed
@@ -189,8 +190,11 @@ class _Job:
         with Streams(self._piece_nbytes) as streams:
             resident = self._write_resident(folder, streams)
             experts = self._write_experts(folder, streams)
-        source: dict[str, Any] = {"name": self._checkpoint.path.resolve().name}
-        source["identity"] = identity
+        path = self._checkpoint.path
+        source: dict[str, Any] = {"name": model_name(path), "identity": identity}
+        if (origin := Origin.of(path)) is not None:
+            revisions = revisions_at(path)
+            source |= {"repo": origin.repo, "commit": origin.commit, "revisions": revisions}
         if identity_of(self._checkpoint, self._quantize) != identity:
             raise CheckpointError(
                 f"{self._checkpoint.path} was changed while it was converted; convert it again"

@@ -6,7 +6,6 @@ import weakref
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
 
     from aegis.checkpoint.store import Store
     from aegis.engine.sampling import Sampler
+    from aegis.hub.locate import Model
+    from aegis.hub.remote import OnDownload
     from aegis.planner import LedgerRow, MemoryPlan
     from aegis.text.tokenizer import Tokenizer
     from aegis.tiers.stats import TierStats
@@ -69,20 +70,25 @@ class Engine:
     @classmethod
     def open(
         cls,
-        path: str | Path | None = None,
+        path: Model = None,
         *,
         cap: str | int = "4GiB",
         progress: Callable[[int, int], None] | None = None,
         on_plan: Callable[[MemoryPlan], None] | None = None,
+        on_download: OnDownload | None = None,
         **options: Any,
     ) -> Engine:
-        """Open a store, or a checkpoint folder, which is converted into the cache first.
+        """Open a store, or a checkpoint folder, which is converted into the cache first, or a model
+        of the Hugging Face hub, which is downloaded before.
 
         Args:
-            path: folder; None is the embedded model.
+            path: folder, or as text ``ORG/NAME`` or ``ORG/NAME@REVISION`` on the hub; None is the
+                embedded model.
             cap: the memory cap, as bytes or as text such as ``"200MiB"``.
             progress: called with (done, total) bytes while converting.
-            on_plan: called with the plan before anything large is allocated.
+            on_plan: called with the plan before anything large is downloaded or allocated.
+            on_download: called with (done, total, sentence) while downloading: bytes, and what goes
+                where.
             options: fields of ``aegis.settings.Settings``: backend, context, experts, embedding,
                 policy, guess, guess_width, io_threads, threads, prefill_step, max_slots,
                 activations; ``device_cap``, as bytes or text: what may lie in the memory of an
@@ -90,9 +96,11 @@ class Engine:
 
         Raises:
             PlanError: the plan does not fit; nothing was allocated.
-            UsageError, CheckpointError, StoreError, TokenizerError, BackendError: as they say.
+            UsageError, HubError, CheckpointError, StoreError, TokenizerError, BackendError: as they
+            say.
         """
-        return cls(open_model(path, settings_for(cap, options), progress, on_plan))
+        settings = settings_for(cap, options)
+        return cls(open_model(path, settings, progress, on_plan, on_download))
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(

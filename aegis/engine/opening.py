@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from aegis.checkpoint.hold import Hold
 from aegis.checkpoint.storage import storage_of
 from aegis.engine import memory
 from aegis.engine.backends import backend_errors
@@ -21,10 +22,12 @@ from aegis.engine.planning import (
     request_plan,
     resolve,
     store_layout,
+    store_nbytes,
 )
 from aegis.engine.recurrent import Recurrence
 from aegis.engine.sampling import warm_up
 from aegis.errors import AegisError, PlanError, ReadError, StoreError
+from aegis.hub.locate import Model, find_source
 from aegis.kernels import registry
 from aegis.kernels.sizes import align_up
 from aegis.models import family
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
 
     from aegis.checkpoint.layout import ExpertGeometry
     from aegis.checkpoint.store import Store
+    from aegis.hub.remote import OnDownload
     from aegis.kernels.base import Backend, KVCache, RecurrentState, Weight
     from aegis.text.tokenizer import Tokenizer
 
@@ -71,6 +75,8 @@ class Opened:
     files: ExpertFiles
     tiers: ExpertTiers
     disk_embedding: DiskEmbedding | None
+    hold: Hold
+    """Of the store, which nobody deletes meanwhile."""
     runtime_nbytes: int
     """Measured after loading libraries and tokenizer, before the arena."""
 
@@ -177,26 +183,28 @@ class Opened:
         """What a forked child has of it: open files."""
         self.governor.close()
         self.files.close()
+        self.hold.close()
         if self.disk_embedding is not None:
             self.disk_embedding.close()
 
 
 def open_model(
-    path: str | Path | None,
+    model: Model,
     settings: Settings,
     progress: Callable[[int, int], None] | None,
     on_plan: Callable[[MemoryPlan], None] | None,
+    on_download: OnDownload | None = None,
 ) -> Opened:
-    """Plan from headers, refuse what does not fit, then convert, allocate and load."""
+    """Plan from headers, refuse what does not fit, then download, convert, allocate and load."""
+    from aegis.checkpoint.remote import RemoteCheckpoint
     from aegis.checkpoint.source import Checkpoint
     from aegis.checkpoint.store import is_store
-    from aegis.convert.cache import ensure_store, refuse_without_3bit
-    from aegis.convert.identity import embedded_path, model_name
+    from aegis.convert.cache import cache_folder, ensure_store, refuse_without_3bit
 
-    folder = embedded_path() if path is None else Path(path)
     backend = choose_backend(settings.backend)
+    found = find_source(model, backend_layout(backend))
     # Opened once for all that follows: headers are read once.
-    source = folder if is_store(folder) else Checkpoint.open(folder)
+    source = found if is_store(found) else Checkpoint.open(found)
     request = resolve(source, store_layout(source, backend), settings, backend)
     plan = request_plan(request)
     if not plan.feasible:
@@ -205,7 +213,13 @@ def open_model(
         refuse_without_3bit(source, backend_layout(backend))
     if on_plan is not None:
         on_plan(plan)
+    if isinstance(source, RemoteCheckpoint):
+        from aegis.hub.remote import download
+
+        needed = store_nbytes(request)
+        source = Checkpoint.open(download(source, needed, cache_folder(), on_download))
     # Before converting, which may take minutes: a damaged tokenizer is found in a moment.
+    folder = Path(source)
     tokenizer = _load_tokenizer(folder)
     store = ensure_store(source, backend_layout(backend), progress)
     if store.layout != request.layout:
@@ -216,11 +230,20 @@ def open_model(
     memory.trim()
     try:
         with backend_errors(), ExitStack() as undo:
-            opened = _allocate(undo, model_name(folder), store, request, plan, tokenizer)
+            opened = _allocate(undo, _name(folder), store, request, plan, tokenizer)
             undo.pop_all()
             return opened
     except TiersError as error:
         raise StoreError(str(error)) from error
+
+
+def _name(folder: Path) -> str:
+    """What people call the model; one of the hub is called the same from its store."""
+    from aegis.checkpoint.store import Store, is_store
+    from aegis.convert.identity import model_name
+
+    repo = Store.open(folder).manifest.source.get("repo") if is_store(folder) else None
+    return repo if isinstance(repo, str) else model_name(folder)
 
 
 def _load_tokenizer(folder: Path) -> Tokenizer:
@@ -254,6 +277,8 @@ def _allocate(
     settings, layout = request.settings, store.layout
     items = dict(plan.items)
     geometry = layout.geometry(settings.experts)
+    hold = Hold(store.path)
+    undo.callback(hold.close)
     paths = store.expert_paths(settings.experts)
     files = ExpertFiles(
         paths,
@@ -312,6 +337,7 @@ def _allocate(
         files=files,
         tiers=tiers,
         disk_embedding=disk,
+        hold=hold,
         runtime_nbytes=runtime_nbytes,
     )
 

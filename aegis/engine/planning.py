@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from aegis.checkpoint.config import tokenizer_nbytes
+from aegis.checkpoint.remote import RemoteCheckpoint
 from aegis.checkpoint.storage import DIRECT, Storage, storage_of
 from aegis.engine.backends import backend_errors
 from aegis.engine.limits import MemoryLimits, memory_limits
@@ -24,6 +25,7 @@ from aegis.engine.numbers import (
     runtime_name,
 )
 from aegis.errors import BackendError, UsageError, shown
+from aegis.hub.locate import Model, find_source
 from aegis.kernels import registry
 from aegis.kernels.base import Format, SlotPart, WorkspaceSpec
 from aegis.kernels.sizes import align_up, block_inputs
@@ -202,7 +204,11 @@ def resolve(
             f" {shape.max_position_embeddings}; choose one in that range"
         )
     threads = compute_threads(settings.threads)
-    tokenizer, storage = tokenizer_nbytes(Path(path)), store_storage(path, layout.layout)
+    if isinstance(path, RemoteCheckpoint):
+        tokenizer = path.tokenizer_nbytes
+    else:
+        tokenizer = tokenizer_nbytes(Path(path))
+    storage = store_storage(path, layout.layout)
     device = device_of(backend)
     request = Request(
         settings=settings,
@@ -306,12 +312,12 @@ def _plan_request(request: Request) -> PlanRequest:
             " all of it for every token; use --embedding ram or auto"
         )
     with_table, without = layout.resident_nbytes(), layout.resident_nbytes({"embed_tokens"})
-    store_nbytes = _store_nbytes(request) if request.storage.kind == "memory" else 0
-    there = store_nbytes if request.storage.there else 0
+    in_memory = store_nbytes(request) if request.storage.kind == "memory" else 0
+    there = in_memory if request.storage.there else 0
     return PlanRequest(
         cap_nbytes=settings.cap_nbytes,
         runtime_nbytes=runtime.steady_nbytes,
-        load_peak_nbytes=runtime.load_peak_nbytes + store_nbytes,
+        load_peak_nbytes=runtime.load_peak_nbytes + in_memory,
         resident_nbytes=without,
         embedding_nbytes=with_table - without,
         kv_nbytes=shape.num_attention_layers * align_up(kv_nbytes(request.kv_spec), 64),
@@ -328,7 +334,7 @@ def _plan_request(request: Request) -> PlanRequest:
         logits_nbytes=logits,
         io_nbytes=IO_NBYTES + _bounced_nbytes(request),
         page_cache_nbytes=_page_cache_nbytes(request),
-        store_nbytes=store_nbytes,
+        store_nbytes=in_memory,
         reserve_nbytes=_reserve_nbytes(request),
         around=surroundings(memory_limits(), runtime.steady_nbytes, there),
         device=device_share(settings, request.device),
@@ -345,7 +351,7 @@ def _recurrent_nbytes(request: Request) -> int:
     return len(shape.delta_layers) * align_up(recurrent_nbytes(shape.delta), 64)
 
 
-def _store_nbytes(request: Request) -> int:
+def store_nbytes(request: Request) -> int:
     """All files of the store that take space."""
     layout, kinds = request.layout, {"4bit", request.settings.experts}
     experts = sum(layout.experts_nbytes(kind) for kind in kinds)
@@ -385,12 +391,14 @@ def _reserve_nbytes(request: Request) -> int:
     return RESERVE_NBYTES + align_up(sampling + prompt + threads * THREAD_NBYTES, _ROW_ALIGN)
 
 
-def make_plan(path: str | Path, settings: Settings) -> MemoryPlan:
-    """The plan for a store or a checkpoint that is not converted yet; nothing is written.
+def make_plan(model: Model, settings: Settings) -> MemoryPlan:
+    """The plan for a store, a checkpoint that is not converted yet or a model on the hub that is
+    not downloaded yet; nothing is written.
 
     Raises:
-        CheckpointError, StoreError, UsageError, BackendError: the request cannot be planned. A
-        plan that does not fit is returned with ``feasible`` false, not raised.
+        HubError, CheckpointError, StoreError, UsageError, BackendError: the request cannot be
+        planned. A plan that does not fit is returned with ``feasible`` false, not raised.
     """
     backend = choose_backend(settings.backend)
+    path = find_source(model, backend_layout(backend))
     return request_plan(resolve(path, store_layout(path, backend), settings, backend))

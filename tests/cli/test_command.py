@@ -18,7 +18,7 @@ SMALL = ("--backend", "reference", "-c", "64", "--cap", "1GiB")
 def test_help_lists_every_verb(aegis: Aegis) -> None:
     done = aegis("--help")
     assert done.returncode == 0
-    for verb in ("run", "plan", "sweep", "convert", "verify"):
+    for verb in ("run", "plan", "sweep", "pull", "convert", "list", "show", "rm", "verify"):
         assert f"  {verb} " in done.stdout
         told = aegis(verb, "--help")
         assert told.returncode == 0
@@ -69,7 +69,7 @@ def test_without_a_cap_the_choice_is_printed(aegis: Aegis) -> None:
     ("arguments", "sentence"),
     [
         (("plan", "--cap", "4"), "write 4GiB"),
-        (("run", "org/name", "hi"), "downloading"),
+        (("plan", "nowhere"), "or ORG/NAME of a model on the Hugging Face hub"),
         (("run", "synthetic:x", "hi"), "synthetic"),
         (("run", "--kv-format", "q8", "hi"), "kv-format"),
         (("run", "--guess-width", "17", "hi"), "guess-width"),

@@ -347,8 +347,8 @@ def test_older_stores_of_a_name_are_listed_and_others_are_not(
     for path in (*older, *(cache / name for name in others)):
         path.mkdir()
         (path / "file").write_bytes(bytes(3 << 20))
-    assert older_stores(source) == older
-    note_older_stores(source)
+    assert older_stores(now) == older
+    note_older_stores(now)
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(" is an older store")[0] for line in lines] == [
         f"{path} (3 MiB)" for path in older
