@@ -33,6 +33,7 @@ __all__ = [
     "older_stores",
     "open_store",
     "refuse_without_3bit",
+    "store_name",
 ]
 
 
@@ -76,10 +77,15 @@ def cached_store_path(path: str | os.PathLike[str], layout: Layout = "il16") -> 
         CheckpointError: ``path`` is no readable checkpoint.
     """
     checkpoint = Checkpoint.open(path)
-    name = model_name(checkpoint.path)
-    while len(os.fsencode(name)) > _LONGEST_NAME:
-        name = name[:-1]
-    return cache_folder() / f"{name}-{layout}-v{FORMAT_VERSION}-{identity_of(checkpoint)[:12]}"
+    name = store_name(model_name(checkpoint.path), layout, identity_of(checkpoint))
+    return cache_folder() / name
+
+
+def store_name(model: str, layout: Layout, identity: str) -> str:
+    """What the folder of a model's store is called in the cache."""
+    while len(os.fsencode(model)) > _LONGEST_NAME:
+        model = model[:-1]
+    return f"{model}-{layout}-v{FORMAT_VERSION}-{identity[:12]}"
 
 
 def open_store(path: str | os.PathLike[str], layout: Layout) -> Store:
