@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from aegis.cli.options import Options, engine_settings
 from aegis.cli.report import SCHEMA_VERSION, note_older_stores
+from aegis.synthetic.names import is_synthetic
 
 if TYPE_CHECKING:
     from aegis.engine.engine import Engine
@@ -48,7 +49,8 @@ def open_engine(
     from aegis.convert.cache import embedded_path
     from aegis.engine.engine import Engine
 
-    bar = ProgressBar("converting", options["quiet"])
+    made = model is not None and is_synthetic(model)
+    bar = ProgressBar("writing" if made else "converting", options["quiet"])
     engine = Engine.open(
         model,
         cap=cap_nbytes,
@@ -56,7 +58,7 @@ def open_engine(
         on_plan=on_plan,
         **engine_settings(options),
     )
-    if bar.used and not options["quiet"]:
+    if bar.used and not options["quiet"] and not made:
         note_older_stores(model or embedded_path(), engine.store.layout.layout)
     if options["chat_template"] is not None:
         _use_template(engine, model, options["chat_template"])
@@ -87,6 +89,15 @@ def make_sampler(options: Options) -> Sampler:
         seed=options["seed"],
         repeat_penalty=options["repeat_penalty"],
     )
+
+
+def chosen_sampler(engine: Engine, options: Options, sampler: Sampler) -> Sampler:
+    """The sampler, or with ``--forced`` the one that takes its place."""
+    if not options["forced"]:
+        return sampler
+    from aegis.engine.forced import ForcedSampler
+
+    return ForcedSampler(options["seed"] or 0, engine.tokenizer.vocab_size)
 
 
 def first_messages(options: Options) -> Messages:
@@ -122,7 +133,7 @@ def generate(
         options["max_tokens"],
         sampler,
         stop=options["stop"],
-        ignore_eos=options["ignore_eos"],
+        ignore_eos=options["ignore_eos"] or options["forced"],
     )
     for step in steps:
         if step.token is not None:

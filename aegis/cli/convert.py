@@ -13,6 +13,7 @@ from aegis.cli.plan import model_folder
 from aegis.cli.progress import ProgressBar
 from aegis.cli.report import SCHEMA_VERSION, note_older_stores, print_json
 from aegis.cli.source import resolve_model
+from aegis.synthetic.names import is_synthetic
 
 if TYPE_CHECKING:
     from aegis.checkpoint.config import QuantSpec
@@ -67,6 +68,8 @@ def command(
 ) -> int:
     """Convert MODEL (the embedded one if absent) into the folder STORE.
 
+    MODEL may be synthetic:SHAPE[@SEED], whose store of random weights is written in place.
+
     Without STORE it goes to the cache, where ``aegis run MODEL`` looks for it. What is
     converted already is not converted again. Prints the store's folder.
     """
@@ -79,7 +82,8 @@ def command(
     layout = layout or _usual_layout()
     bar = ProgressBar("converting", options["quiet"])
     store = _converted(folder, destination or output, layout, experts == "3bit", wanted, bar)
-    if not (destination or output or is_store(folder) or options["quiet"]):
+    named = is_synthetic(folder)
+    if not (destination or output or named or is_store(folder) or options["quiet"]):
         note_older_stores(folder, layout)
     if options["as_json"]:
         print_json(
@@ -133,6 +137,8 @@ def _converted(
     from aegis.convert.three_bit import add_3bit
     from aegis.text.tokenizer import Tokenizer
 
+    if is_synthetic(folder):
+        return _written(folder, destination, layout, three_bit, wanted, bar)
     if is_store(folder):
         if destination is not None or not three_bit:
             raise click.UsageError(f"{folder} is a store already; --experts 3bit adds to it")
@@ -151,4 +157,29 @@ def _converted(
         quantize=wanted,
         progress=bar,
         replace_damaged=in_cache,
+    )
+
+
+def _written(
+    name: Path,
+    destination: Path | None,
+    layout: Layout,
+    three_bit: bool,
+    wanted: QuantSpec | None,
+    bar: ProgressBar,
+) -> Store:
+    """The store of random weights that ``synthetic:SHAPE`` names."""
+    from aegis.synthetic.recipe import recipe
+    from aegis.synthetic.write import cached_path, make
+
+    if wanted is not None:
+        raise click.UsageError(f"{name} has no numbers to quantise; leave --bits out")
+    shape = recipe(name)
+    return make(
+        shape,
+        destination or cached_path(shape, layout),
+        layout,
+        experts3bit=three_bit,
+        progress=bar,
+        replace_damaged=destination is None,
     )

@@ -57,7 +57,8 @@ def command(positionals: tuple[str, ...], **options: Any) -> int:
         return sweep(request, choice.caps, options)
     if choice.note and not options["quiet"]:
         note(choice.note)
-    if request.prompt is None and not options["as_json"] and on_terminal():
+    chats = request.prompt is None and not (options["as_json"] or options["forced"])
+    if chats and on_terminal():
         from aegis.cli.chat import chat
 
         return chat(request.model, choice.single, options)
@@ -65,7 +66,7 @@ def command(positionals: tuple[str, ...], **options: Any) -> int:
 
 
 def _one_shot(request: Request, cap_nbytes: int, options: Options) -> int:
-    from aegis.cli.answer import answer_json, generate, make_sampler, open_engine, prompt_ids
+    from aegis.cli.answer import answer_json, chosen_sampler, generate, make_sampler, open_engine, prompt_ids
 
     quiet, as_json = options["quiet"], options["as_json"]
     sampler = make_sampler(options)
@@ -75,6 +76,7 @@ def _one_shot(request: Request, cap_nbytes: int, options: Options) -> int:
             if request.prompt is None:
                 note(f"no prompt was given, so a sample is answered: {SAMPLE_PROMPT}\n")
         ids = prompt_ids(engine, request.prompt or SAMPLE_PROMPT, options)
+        sampler = chosen_sampler(engine, options, sampler)
         answer = generate(engine, ids, options, sampler, _ignore if as_json else _show)
         result = answer_json(engine, answer)
         if as_json:

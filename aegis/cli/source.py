@@ -16,6 +16,7 @@ import click
 from aegis.cli.options import Options, refuse_contradictions
 from aegis.errors import UsageError
 from aegis.settings import DEFAULT_CONTEXT
+from aegis.synthetic.names import PREFIX, is_synthetic
 
 SAMPLE_PROMPT = "What is a mixture of experts? Answer in two sentences."
 LONGEST_TOKEN_NBYTES = 128
@@ -26,7 +27,7 @@ _PATH_START = ("/", "./", "../", "~")
 
 @dataclass(frozen=True)
 class Request:
-    """The model's folder (None: embedded) and the prompt (None: nobody gave one)."""
+    """The model's folder (None: embedded; or ``synthetic:SHAPE``) and the prompt (None: nobody gave one)."""
 
     model: Path | None
     prompt: str | None
@@ -35,18 +36,24 @@ class Request:
 def names_model(text: str) -> bool:
     """Whether a single positional is a MODEL: a path, ORG/NAME or ``synthetic:``."""
     return (
-        text.startswith(("synthetic:", *_PATH_START))
+        text.startswith((PREFIX, *_PATH_START))
         or _HUB_NAME.fullmatch(text) is not None
         or _exists(text)
     )
 
 
 def resolve_model(text: str | None) -> Path | None:
-    """The folder that MODEL names; UsageError says what is supported."""
+    """The folder that MODEL names, or its name if it is one of random weights; UsageError says what
+    is supported."""
     if text is None:
         return None
     if not text:
         raise UsageError("MODEL is empty; give the folder of a model or a store")
+    if is_synthetic(text):
+        from aegis.synthetic.recipe import recipe
+
+        recipe(text)  # Refused now if there is no such shape.
+        return Path(text)
     # Not Path's: it expands ./~ too, and raises where there is no such user or a name is too long.
     path = Path(os.path.expanduser(text))
     if os.path.isdir(path):
@@ -58,10 +65,6 @@ def resolve_model(text: str | None) -> Path | None:
         )
     if os.path.exists(path):
         raise UsageError(f"{text} is a file; give the folder with config.json and its tensors")
-    if text.startswith("synthetic:"):
-        raise UsageError(
-            f"{text}: synthetic models are not supported; give the folder of a model or a store"
-        )
     if _HUB_NAME.fullmatch(text):
         raise UsageError(
             f"{text} is not a folder here, and downloading a model by its name is not supported; "

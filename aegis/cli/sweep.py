@@ -29,6 +29,7 @@ from aegis.cli.report import SCHEMA_VERSION, note, note_fallback, print_json
 from aegis.cli.source import SAMPLE_PROMPT, Request, requested
 from aegis.errors import AegisError, PlanError
 from aegis.planner import format_size
+from aegis.synthetic.names import is_synthetic
 
 MIB = 1 << 20
 DEFAULT_ROWS = 6
@@ -125,7 +126,9 @@ def _run(request: Request, cap: int, options: Options) -> dict[str, Any]:
     """One ``aegis run --json`` in a fresh process; its failure is ours."""
     arguments = ["run", "--json", "--quiet", "--exact", "--cap", f"{cap}B", *_passed_on(options)]
     if request.model is not None:
-        arguments += ["--model", str(request.model.absolute())]
+        # The name of a shape is no path, and would not be one with a folder ahead of it.
+        model = request.model if is_synthetic(request.model) else request.model.absolute()
+        arguments += ["--model", str(model)]
     # As bytes: text that was read as UTF-8 is no text of every locale.
     given = [text.encode("utf-8", "surrogateescape") for text in arguments]
     done = _ended(

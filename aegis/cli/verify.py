@@ -15,9 +15,11 @@ from aegis.cli.report import SCHEMA_VERSION, print_json
 from aegis.cli.source import resolve_model
 from aegis.errors import StoreError
 from aegis.planner import format_size
+from aegis.synthetic.names import is_synthetic
 
 if TYPE_CHECKING:
     from aegis.checkpoint.store import Store
+    from aegis.kernels.base import Layout
     from aegis.convert.verify import VerifyReport
 
 
@@ -57,6 +59,15 @@ def _open(folder: Path) -> Store:
     from aegis.checkpoint.store import Store, is_store
     from aegis.convert.cache import cached_store_path
 
+    if is_synthetic(folder):
+        from aegis.synthetic.recipe import recipe
+        from aegis.synthetic.write import cached_path
+
+        kinds: tuple[Layout, ...] = ("il16", "row")
+        written = [path for kind in kinds if is_store(path := cached_path(recipe(folder), kind))]
+        if not written:
+            raise StoreError(f"{folder} has not been written; run aegis convert {folder} first")
+        return Store.open(written[0], check_sizes=False)
     if is_store(folder):
         return Store.open(folder, check_sizes=False)
     checkpoint = Checkpoint.open(folder)

@@ -17,6 +17,7 @@ from aegis.engine.lookahead import Lookahead
 from aegis.engine.opening import Opened, open_model
 from aegis.engine.planning import settings_for
 from aegis.engine.token_ids import refuse_no_ids, token_array, whole
+from aegis.engine.tracing import Tracing
 from aegis.engine.turn import Turn, in_turn
 from aegis.errors import AegisError, UsageError
 from aegis.planner import format_size
@@ -210,6 +211,11 @@ class Engine:
         the next call.
         """
         return self._feed(ids)
+
+    def tracing(self) -> Tracing:
+        """A context in which the routing of every token that is decoded is recorded."""
+        self._check_open()
+        return Tracing(self._opened)
 
     def _feed(self, ids: Sequence[int]) -> Any:
         self._check_open()

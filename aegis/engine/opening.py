@@ -24,6 +24,7 @@ from aegis.engine.planning import (
 )
 from aegis.engine.recurrent import Recurrence
 from aegis.engine.sampling import warm_up
+from aegis.engine.sources import open_source, source_name, store_of
 from aegis.errors import AegisError, PlanError, ReadError, StoreError
 from aegis.kernels import registry
 from aegis.kernels.sizes import align_up
@@ -31,6 +32,7 @@ from aegis.models import family
 from aegis.models.base import Decoder, Parts
 from aegis.planner import LedgerRow, MemoryPlan, format_size, make_ledger
 from aegis.settings import Settings
+from aegis.synthetic.recipe import Recipe
 from aegis.tiers.arena import Arena
 from aegis.tiers.errors import TiersError
 from aegis.tiers.facade import ExpertTiers
@@ -68,6 +70,8 @@ class Opened:
     arena: Arena
     backend: Backend
     decoder: Decoder
+    weights: dict[str, Weight]
+    """Resident tensors."""
     files: ExpertFiles
     tiers: ExpertTiers
     disk_embedding: DiskEmbedding | None
@@ -169,6 +173,7 @@ class Opened:
         self.forward.close()
         # These hold weights, slots and states that are the backend's own.
         self.recurrence.close()
+        self.weights.clear()
         del self.decoder
         self.backend.close()
         self.arena.close()
@@ -188,26 +193,27 @@ def open_model(
     on_plan: Callable[[MemoryPlan], None] | None,
 ) -> Opened:
     """Plan from headers, refuse what does not fit, then convert, allocate and load."""
-    from aegis.checkpoint.source import Checkpoint
-    from aegis.checkpoint.store import is_store
-    from aegis.convert.cache import ensure_store, refuse_without_3bit
-    from aegis.convert.identity import embedded_path, model_name
+    from aegis.convert.cache import refuse_without_3bit
+    from aegis.convert.identity import embedded_path
 
-    folder = embedded_path() if path is None else Path(path)
+    named = embedded_path() if path is None else path
     backend = choose_backend(settings.backend)
+    layout, experts = backend_layout(backend), settings.experts
     # Opened once for all that follows: headers are read once.
-    source = folder if is_store(folder) else Checkpoint.open(folder)
+    source = open_source(named, layout, experts)
     request = resolve(source, store_layout(source, backend), settings, backend)
     plan = request_plan(request)
     if not plan.feasible:
         raise PlanError(plan.refusal())
-    if settings.experts == "3bit":
-        refuse_without_3bit(source, backend_layout(backend))
+    made = isinstance(source, Recipe)
+    if experts == "3bit" and not made:
+        refuse_without_3bit(source, layout)
     if on_plan is not None:
         on_plan(plan)
     # Before converting, which may take minutes: a damaged tokenizer is found in a moment.
-    tokenizer = _load_tokenizer(folder)
-    store = ensure_store(source, backend_layout(backend), progress)
+    tokenizer = None if made else _load_tokenizer(Path(source))
+    store = store_of(source, layout, experts, progress)
+    tokenizer = tokenizer or _load_tokenizer(store.path)
     if store.layout != request.layout:
         raise StoreError(f"{store.path} holds another model than it is named for; remove it")
     # Known for certain only now, with a file of its own to try.
@@ -216,7 +222,7 @@ def open_model(
     memory.trim()
     try:
         with backend_errors(), ExitStack() as undo:
-            opened = _allocate(undo, model_name(folder), store, request, plan, tokenizer)
+            opened = _allocate(undo, source_name(named), store, request, plan, tokenizer)
             undo.pop_all()
             return opened
     except TiersError as error:
@@ -309,6 +315,7 @@ def _allocate(
         arena=arena,
         backend=backend,
         decoder=decoder,
+        weights=weights,
         files=files,
         tiers=tiers,
         disk_embedding=disk,

@@ -10,7 +10,6 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from aegis.checkpoint.config import tokenizer_nbytes
 from aegis.checkpoint.storage import DIRECT, Storage, storage_of
 from aegis.engine.backends import backend_errors
 from aegis.engine.limits import MemoryLimits, memory_limits
@@ -23,6 +22,7 @@ from aegis.engine.numbers import (
     prefill_steps,
     runtime_name,
 )
+from aegis.engine.sources import open_source, source_tokenizer_nbytes
 from aegis.errors import BackendError, UsageError, shown
 from aegis.kernels import registry
 from aegis.kernels.base import Format, SlotPart, WorkspaceSpec
@@ -45,6 +45,10 @@ from aegis.settings import (
     Settings,
     runtime_figures,
 )
+
+from aegis.synthetic.names import is_synthetic
+from aegis.synthetic.recipe import recipe
+from aegis.synthetic.write import cached_path
 
 if TYPE_CHECKING:
     from aegis.checkpoint.layout import StoreLayout
@@ -179,6 +183,8 @@ def store_layout(path: str | PathLike[str], backend: str) -> StoreLayout:
     from aegis.convert.layout import layout_of_checkpoint
 
     wanted = backend_layout(backend)
+    if is_synthetic(path):
+        return recipe(path).layout(wanted)
     return open_store(path, wanted).layout if is_store(path) else layout_of_checkpoint(path, wanted)
 
 
@@ -202,7 +208,8 @@ def resolve(
             f" {shape.max_position_embeddings}; choose one in that range"
         )
     threads = compute_threads(settings.threads)
-    tokenizer, storage = tokenizer_nbytes(Path(path)), store_storage(path, layout.layout)
+    source = open_source(path, layout.layout, settings.experts)
+    tokenizer, storage = source_tokenizer_nbytes(source), store_storage(source, layout.layout)
     device = device_of(backend)
     request = Request(
         settings=settings,
@@ -241,7 +248,10 @@ def store_storage(path: str | PathLike[str], layout: Layout) -> Storage:
     from aegis.checkpoint.store import RESIDENT, is_store
     from aegis.convert.cache import cached_store_path
 
-    store = Path(path) if is_store(path) else cached_store_path(path, layout)
+    if is_synthetic(path):
+        store = cached_path(recipe(path), layout)
+    else:
+        store = Path(path) if is_store(path) else cached_store_path(path, layout)
     resident = store / RESIDENT
     return storage_of(resident if resident.is_file() else store)
 

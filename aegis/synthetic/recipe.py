@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,10 +22,10 @@ from aegis.errors import UsageError, shown
 from aegis.kernels.base import Format, Layout
 from aegis.models import family
 from aegis.models.decoder import Description
+from aegis.synthetic.names import PREFIX
 from aegis.synthetic.shapes import SHAPES
 from aegis.synthetic.tokenizer import control_ids, tokenizer_config_json, tokenizer_json
 
-PREFIX = "synthetic:"
 VERSION = 1
 """Of what is written: another version writes other bytes for the same shape and seed."""
 
@@ -52,15 +52,21 @@ class Recipe:
         """Sizes, and what of the maths is the family's own."""
         return family(self.config.model_type).describe(self.config)
 
-    @cached_property
-    def files(self) -> dict[str, bytes]:
-        """The small files of the store by name."""
-        vocab_size = self.description.shape.vocab_size
+    def __fspath__(self) -> str:
+        return self.name
+
+    def files(self) -> dict[str, Iterable[bytes]]:
+        """The small files of the store by name, in pieces."""
         return {
-            "config.json": json.dumps(self.raw, indent=2).encode(),
-            "tokenizer.json": tokenizer_json(vocab_size),
-            "tokenizer_config.json": tokenizer_config_json(),
+            "config.json": [json.dumps(self.raw, indent=2).encode()],
+            "tokenizer.json": tokenizer_json(self.description.shape.vocab_size),
+            "tokenizer_config.json": [tokenizer_config_json()],
         }
+
+    @cached_property
+    def tokenizer_nbytes(self) -> int:
+        """The size of tokenizer.json."""
+        return sum(map(len, tokenizer_json(self.description.shape.vocab_size)))
 
     @cached_property
     def identity(self) -> str:
@@ -98,11 +104,6 @@ class Recipe:
         return layout_of(checkpoint, resolved, layout)
 
 
-def is_synthetic(path: str | os.PathLike[str]) -> bool:
-    """Whether a model is named as one of random weights."""
-    return os.fspath(path).startswith(PREFIX)
-
-
 def recipe(path: str | os.PathLike[str]) -> Recipe:
     """What ``synthetic:SHAPE[@SEED]`` means; SHAPE is a known one or the path of a config.json.
 
@@ -110,6 +111,8 @@ def recipe(path: str | os.PathLike[str]) -> Recipe:
         UsageError: there is no such shape.
         CheckpointError: the config is damaged or not supported.
     """
+    if isinstance(path, Recipe):
+        return path
     name = os.fspath(path)
     found = _SEED.fullmatch(name)
     shape, seed = (found[1], int(found[2])) if found else (name, 0)

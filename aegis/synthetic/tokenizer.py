@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from itertools import islice, product
+from itertools import chain, islice, product
 
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _LETTERS = "etaoinshrdlcumwfgypbvkjxqz"
@@ -16,6 +16,7 @@ _STRIDE = 7919
 """Longer words are every so manieth combination, so that they begin with every letter."""
 _FOUR_LETTERS = 40_000
 """Of these there are so many, then come words of six with a blank ahead."""
+_LINES_AT_ONCE = 4096
 _TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content']"
     " + '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n'"
@@ -28,14 +29,10 @@ def control_ids(vocab_size: int) -> dict[str, int]:
     return {name: vocab_size - len(CONTROL) + i for i, name in enumerate(CONTROL)}
 
 
-def tokenizer_json(vocab_size: int) -> bytes:
-    """tokenizer.json with ``vocab_size`` tokens in all."""
-    words = vocab_size - len(CONTROL)
-    alphabet = _alphabet()[: max(words, 0)]
-    merges = list(islice(_merges(), max(words - len(alphabet), 0)))
-    tokens = [*alphabet, *(left + right for left, right in merges)]
-    entries = (f"      {json.dumps(t, ensure_ascii=False)}: {i}" for i, t in enumerate(tokens))
-    pairs = (f'      [\n        "{left}",\n        "{right}"\n      ]' for left, right in merges)
+def tokenizer_json(vocab_size: int) -> Iterator[bytes]:
+    """tokenizer.json with ``vocab_size`` tokens in all, in pieces."""
+    words = max(vocab_size - len(CONTROL), 0)
+    alphabet = _alphabet()[:words]
     head = {
         "version": "1.0",
         "truncation": None,
@@ -47,19 +44,26 @@ def tokenizer_json(vocab_size: int) -> bytes:
         "decoder": _BYTES,
     }
     model = {"type": "BPE", "dropout": None, "unk_token": None, "fuse_unk": False}
-    text = "".join(
-        (
-            json.dumps(head, indent=2)[:-2],
-            ',\n  "model": ',
-            json.dumps(model, indent=4)[:-2],
-            ',\n    "vocab": {\n',
-            ",\n".join(entries),
-            '\n    },\n    "merges": [\n',
-            ",\n".join(pairs),
-            "\n    ]\n  }\n}\n",
-        )
+    yield (json.dumps(head, indent=2)[:-2] + ',\n  "model": ').encode()
+    yield (json.dumps(model, indent=4)[:-2] + ',\n    "vocab": {').encode()
+    tokens = chain(alphabet, map("".join, islice(_merges(), words - len(alphabet))))
+    yield from _lines(
+        f"\n      {json.dumps(t, ensure_ascii=False)}: {i}" for i, t in enumerate(tokens)
     )
-    return text.encode()
+    yield b'\n    },\n    "merges": ['
+    yield from _lines(
+        f'\n      [\n        "{left}",\n        "{right}"\n      ]'
+        for left, right in islice(_merges(), words - len(alphabet))
+    )
+    yield b"\n    ]\n  }\n}\n"
+
+
+def _lines(lines: Iterator[str]) -> Iterator[bytes]:
+    """The lines with commas between them, many in a piece."""
+    comma = b""
+    while piece := ",".join(islice(lines, _LINES_AT_ONCE)):
+        yield comma + piece.encode()
+        comma = b","
 
 
 def tokenizer_config_json() -> bytes:

@@ -10,8 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aegis.checkpoint.checksum import crc32
-from aegis.checkpoint.fileio import UncachedWriter, aligned_buffer, sync_folder, write_file
+from aegis.checkpoint.fileio import (
+    aligned_buffer,
+    sync_folder,
+    write_file,
+    write_pieces,
+)
 from aegis.checkpoint.layout import PARTS, ExpertBits, StoreLayout
+from aegis.checkpoint.overlapped import OverlappedWriter
 from aegis.checkpoint.manifest import Checksums, Manifest, encode
 from aegis.checkpoint.store import EXPERT_FOLDERS, MANIFEST, RESIDENT, Store, expert_file
 from aegis.convert.cache import cache_folder, store_name
@@ -69,7 +75,7 @@ class _Job:
         self._done = 0
         experts = sum(map(self._plan.experts_nbytes, self._kinds))
         self._total_nbytes = self._plan.resident_file_nbytes + experts
-        self.disk_nbytes = self._total_nbytes + sum(map(len, recipe.files.values()))
+        self.disk_nbytes = self._total_nbytes + recipe.tokenizer_nbytes
 
     def report_nothing(self) -> None:
         """Show that it has not begun."""
@@ -82,10 +88,8 @@ class _Job:
 
     def write(self, folder: Path, identity: str) -> None:
         """Write every file of the store; store.json comes last."""
-        files = {}
-        for name, data in self._recipe.files.items():
-            write_file(folder / name, data)
-            files[name] = (len(data), zlib.crc32(data))
+        small = self._recipe.files().items()
+        files = {name: write_pieces(folder / name, pieces) for name, pieces in small}
         resident = self._write_resident(folder)
         experts = self._write_experts(folder)
         source = {"name": self._recipe.name, "identity": identity}
@@ -101,7 +105,7 @@ class _Job:
 
     def _write_resident(self, folder: Path) -> dict[str, int]:
         checksums = {}
-        with UncachedWriter(folder / RESIDENT, _WRITE_NBYTES) as writer:
+        with OverlappedWriter(folder / RESIDENT, _WRITE_NBYTES) as writer:
             for name, tensor in self._plan.resident.items():
                 crc, start = 0, writer.written
                 for piece in self._pieces(name):
@@ -171,7 +175,7 @@ class _Job:
         """Padding is zero from the start and never written."""
         geometry, checksums = self._plan.geometry(kind), []
         record = aligned_buffer(geometry.stride)
-        with UncachedWriter(path, _WRITE_NBYTES) as writer:
+        with OverlappedWriter(path, _WRITE_NBYTES) as writer:
             for expert in range(self._plan.num_experts):
                 for n, part in enumerate(PARTS):
                     place = geometry.segments[part]
