@@ -24,7 +24,8 @@ BELOW = {
     "aegis.heap",
 }
 CHECKPOINT = BELOW | {"aegis.checkpoint"}
-ENGINE = CHECKPOINT | {"aegis.models", "aegis.text", "aegis.convert", "aegis.embedded"}
+MAKING = CHECKPOINT | {"aegis.models", "aegis.convert", "aegis.embedded"}
+ENGINE = MAKING | {"aegis.text", "aegis.synthetic"}
 INNER = {
     "aegis.errors": set(),
     "aegis.heap": set(),
@@ -33,6 +34,7 @@ INNER = {
     "aegis.checkpoint": BELOW,
     "aegis.convert": CHECKPOINT | {"aegis.models", "aegis.embedded"},
     "aegis.models": CHECKPOINT,
+    "aegis.synthetic": MAKING,
     "aegis.text": CHECKPOINT,
     "aegis.engine": ENGINE,
     "aegis.api": ENGINE | {"aegis.engine"},

@@ -169,8 +169,8 @@ def _written(
     bar: ProgressBar,
 ) -> Store:
     """The store of random weights that ``synthetic:SHAPE`` names."""
-    from aegis.synthetic.recipe import recipe
-    from aegis.synthetic.write import cached_path, make
+    from aegis.synthetic.recipe import cached_path, recipe
+    from aegis.synthetic.write import make
 
     if wanted is not None:
         raise click.UsageError(f"{name} has no numbers to quantise; leave --bits out")

@@ -66,7 +66,14 @@ def command(positionals: tuple[str, ...], **options: Any) -> int:
 
 
 def _one_shot(request: Request, cap_nbytes: int, options: Options) -> int:
-    from aegis.cli.answer import answer_json, chosen_sampler, generate, make_sampler, open_engine, prompt_ids
+    from aegis.cli.answer import (
+        answer_json,
+        chosen_sampler,
+        generate,
+        make_sampler,
+        open_engine,
+        prompt_ids,
+    )
 
     quiet, as_json = options["quiet"], options["as_json"]
     sampler = make_sampler(options)

@@ -27,7 +27,8 @@ _PATH_START = ("/", "./", "../", "~")
 
 @dataclass(frozen=True)
 class Request:
-    """The model's folder (None: embedded; or ``synthetic:SHAPE``) and the prompt (None: nobody gave one)."""
+    """The model's folder or ``synthetic:SHAPE`` (None: embedded) and the prompt (None: nobody gave
+    one)."""
 
     model: Path | None
     prompt: str | None

@@ -144,9 +144,7 @@ def _recorded(
     return trace
 
 
-def _run(
-    engine: Engine, request: Request, tokens: int | None, options: Options
-) -> RoutingTrace:
+def _run(engine: Engine, request: Request, tokens: int | None, options: Options) -> RoutingTrace:
     """Decode every token of the prompt, then those that follow."""
     from itertools import islice
 

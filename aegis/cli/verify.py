@@ -19,8 +19,8 @@ from aegis.synthetic.names import is_synthetic
 
 if TYPE_CHECKING:
     from aegis.checkpoint.store import Store
-    from aegis.kernels.base import Layout
     from aegis.convert.verify import VerifyReport
+    from aegis.kernels.base import Layout
 
 
 @click.command("verify", short_help="Compare every checksum of a store.")
@@ -60,8 +60,7 @@ def _open(folder: Path) -> Store:
     from aegis.convert.cache import cached_store_path
 
     if is_synthetic(folder):
-        from aegis.synthetic.recipe import recipe
-        from aegis.synthetic.write import cached_path
+        from aegis.synthetic.recipe import cached_path, recipe
 
         kinds: tuple[Layout, ...] = ("il16", "row")
         written = [path for kind in kinds if is_store(path := cached_path(recipe(folder), kind))]

@@ -45,10 +45,8 @@ from aegis.settings import (
     Settings,
     runtime_figures,
 )
-
 from aegis.synthetic.names import is_synthetic
-from aegis.synthetic.recipe import recipe
-from aegis.synthetic.write import cached_path
+from aegis.synthetic.recipe import cached_path, recipe
 
 if TYPE_CHECKING:
     from aegis.checkpoint.layout import StoreLayout

@@ -16,8 +16,7 @@ from aegis.errors import StoreError
 from aegis.kernels.base import Layout
 from aegis.settings import ExpertBits
 from aegis.synthetic.names import is_synthetic
-from aegis.synthetic.recipe import Recipe, recipe
-from aegis.synthetic.write import cached_path, make
+from aegis.synthetic.recipe import Recipe, cached_path, recipe
 
 Source: TypeAlias = Path | Checkpoint | Recipe
 """A store's folder, or what a store is made from. Each can be given where a path can."""
@@ -71,8 +70,8 @@ def store_of(
     """
     if not isinstance(source, Recipe):
         return ensure_store(source, layout, progress)
+    from aegis.synthetic.write import make
+
     target = cached_path(source, layout)
     three = experts == "3bit"
-    return make(
-        source, target, layout, experts3bit=three, progress=progress, replace_damaged=True
-    )
+    return make(source, target, layout, experts3bit=three, progress=progress, replace_damaged=True)

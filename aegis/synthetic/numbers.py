@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aegis.kernels.base import Format, Layout, Segment
-from aegis.kernels.formats import MlxArrays, from_f32, pack, raw_dtype, unpack_codes
+from aegis.kernels.formats import MlxArrays, from_f32, pack, unpack_codes
 from aegis.kernels.sizes import GROUPS, LANES, RECORD_ALIGN, align_up, row_parts
 from aegis.synthetic.structure import Noise, normal, random_words
 
@@ -30,7 +30,12 @@ def common_direction(bits: np.random.PCG64, cols: int) -> F32:
 
 
 def random_rows(
-    bits: np.random.PCG64, noise: Noise, first: int, shape: tuple[int, int], fmt: Format, common: F32
+    bits: np.random.PCG64,
+    noise: Noise,
+    first: int,
+    shape: tuple[int, int],
+    fmt: Format,
+    common: F32,
 ) -> MlxArrays:
     """Rows ``first``.. of a matrix, ``shape`` of them, as a checkpoint would hold them.
 

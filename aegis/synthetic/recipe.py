@@ -15,6 +15,7 @@ from typing import Any
 from aegis.checkpoint.config import ModelConfig, QuantSpec, read_json
 from aegis.checkpoint.layout import PARTS, StoreLayout
 from aegis.checkpoint.source import Checkpoint
+from aegis.convert.cache import cache_folder, store_name
 from aegis.convert.layout import layout_of
 from aegis.convert.names import ExpertSource, Resolved, SourceWeight
 from aegis.convert.targets import quantised
@@ -123,6 +124,12 @@ def recipe(path: str | os.PathLike[str]) -> Recipe:
     return made
 
 
+def cached_path(recipe: Recipe, layout: Layout) -> Path:
+    """Where in the cache its store lies or will lie."""
+    name = recipe.name.replace(":", "-").replace("/", "-")
+    return cache_folder() / store_name(name, layout, recipe.identity)
+
+
 def _read(shape: str) -> dict[str, Any]:
     path = Path(os.path.expanduser(shape))
     if os.path.isdir(path):
@@ -138,7 +145,7 @@ def _read(shape: str) -> dict[str, Any]:
 def _completed(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     """With the tokenizer's end tokens, and 4 bits in groups of 64 unless it is quantised already
     in a way that random codes can have."""
-    config = json.loads(json.dumps(raw))
+    config: dict[str, Any] = json.loads(json.dumps(raw))
     config.pop("quantization_config", None)
     spec = QuantSpec(4, 64)
     if isinstance(config.get("quantization"), dict):

@@ -38,16 +38,16 @@ F32 = NDArray[np.float32]
 
 COMMON = 0.35
 """The common direction's part of an embedding's size."""
-POPULARITY = 0.45
+POPULARITY = 0.38
 """Standard deviation over a layer's experts of what popularity adds to a router's logit."""
 NOVELTY = 0.95
 """Standard deviation of what the rest of a hidden state adds to it."""
-ATTENTION_STEP = 0.020
+ATTENTION_STEP = 0.026
 """Mean square of what attention, or what takes its place, adds to the stream, relative to it."""
-EXPERTS_STEP = 0.037
+EXPERTS_STEP = 0.0265
 """The same for experts and MLPs."""
 _EMBEDDING_STD = 0.02
-_SLOWEST, _FASTEST = -4.0, -1.5
+_SLOWEST, _FASTEST = -3.5, -1.0
 """Logits of the step sizes of DeltaNet's heads: averages over some 55 to 5 tokens."""
 _NEARER = 6.0
 """How much higher an attention score is for the token itself than for a far one."""
@@ -87,7 +87,8 @@ def random_words(bits: np.random.PCG64, count: int) -> NDArray[np.uint64]:
 def normal(bits: np.random.PCG64, count: int) -> F32:
     """Nearly normal numbers [count]: sums of four uniform ones, the same on every machine."""
     parts = random_words(bits, count).view(np.uint16).reshape(count, 4).astype(np.float64)
-    return ((parts.sum(axis=1) - 2 * 65535) / (65536 * math.sqrt(4 / 12))).astype(np.float32)
+    sums: NDArray[np.float64] = (parts.sum(axis=1) - 2 * 65535) / (65536 * math.sqrt(4 / 12))
+    return sums.astype(np.float32)
 
 
 class Structure:
@@ -225,7 +226,7 @@ class Structure:
     def _score_parts(self) -> _ScoreParts:
         dim, turning = self._shape.head_dim, len(self._turning())
         scale = self._model.attention_scale or dim**-0.5
-        constant = math.sqrt(_NEARER / (turning * scale))
+        constant = math.sqrt(_NEARER / (turning * scale)) if turning else 0.0
         noise = math.sqrt(_SCORE_NOISE / (math.sqrt(dim) * scale))
         if self._model.qk_norm == "none":
             return _ScoreParts(constant, noise, 1.0, 1.0)

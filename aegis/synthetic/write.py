@@ -16,11 +16,10 @@ from aegis.checkpoint.fileio import (
     write_file,
     write_pieces,
 )
-from aegis.checkpoint.layout import PARTS, ExpertBits, StoreLayout
-from aegis.checkpoint.overlapped import OverlappedWriter
+from aegis.checkpoint.layout import PARTS, ExpertBits
 from aegis.checkpoint.manifest import Checksums, Manifest, encode
+from aegis.checkpoint.overlapped import OverlappedWriter
 from aegis.checkpoint.store import EXPERT_FOLDERS, MANIFEST, RESIDENT, Store, expert_file
-from aegis.convert.cache import cache_folder, store_name
 from aegis.convert.convert import Progress, make_store
 from aegis.convert.three_bit import write_3bit
 from aegis.kernels.base import Layout
@@ -33,12 +32,6 @@ from aegis.synthetic.structure import Structure, random_bits, random_words
 _STARTS = 512
 """Places in a layer's pool at which an expert's rows may begin."""
 _WRITE_NBYTES = 4 << 20
-
-
-def cached_path(recipe: Recipe, layout: Layout) -> Path:
-    """Where in the cache its store lies or will lie."""
-    name = recipe.name.replace(":", "-").replace("/", "-")
-    return cache_folder() / store_name(name, layout, recipe.identity)
 
 
 def make(
@@ -73,7 +66,7 @@ class _Job:
         self._common = common_direction(bits, recipe.description.shape.hidden_size)
         self._kinds: tuple[ExpertBits, ...] = ("4bit", "3bit") if experts3bit else ("4bit",)
         self._done = 0
-        experts = sum(map(self._plan.experts_nbytes, self._kinds))
+        experts = sum(self._plan.experts_nbytes(kind) for kind in self._kinds)
         self._total_nbytes = self._plan.resident_file_nbytes + experts
         self.disk_nbytes = self._total_nbytes + recipe.tokenizer_nbytes
 
@@ -101,12 +94,14 @@ class _Job:
     def write_3bit(self, store: Store) -> None:
         """Add 3-bit experts to a store that lacks them."""
         self._done = self._total_nbytes - self._plan.experts_nbytes("3bit")
-        write_3bit(store, None, lambda path, layer: self._write_layer({"3bit": path}, layer)["3bit"])
+        write_3bit(
+            store, None, lambda path, layer: self._write_layer({"3bit": path}, layer)["3bit"]
+        )
 
     def _write_resident(self, folder: Path) -> dict[str, int]:
         checksums = {}
         with OverlappedWriter(folder / RESIDENT, _WRITE_NBYTES) as writer:
-            for name, tensor in self._plan.resident.items():
+            for name in self._plan.resident:
                 crc, start = 0, writer.written
                 for piece in self._pieces(name):
                     crc = zlib.crc32(piece.data, crc)

@@ -144,7 +144,7 @@ def test_what_is_piped_exactly_keeps_its_ends(monkeypatch: pytest.MonkeyPatch) -
     ("text", "match"),
     [
         ("org/name", "downloading"),
-        ("synthetic:x", "synthetic models are not supported"),
+        ("synthetic:x", r"there is no shape .x.; choose one of qwen3.6-35b-a3b, .* config.json"),
         ("./gone", "there is no folder"),
         ("file", "is a file"),
         ("file.gguf", "is a GGUF file, which aegis does not read; give the folder"),
