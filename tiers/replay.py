@@ -32,14 +32,14 @@ class _NoFiles(ExpertFiles):
         """Nothing is remembered."""
 
 
-class _AtOnce:
-    """A read pool whose reads have ended as soon as they begin."""
+class _NoDisk:
+    """A read pool whose reads end when somebody waits, or when a layer has been computed."""
 
     depth = 0
 
     def __init__(self) -> None:
         self._nbytes: dict[int, int] = {}
-        self._tickets = 0
+        self._tickets = self._ended = 0
         self.read_nbytes = 0
 
     def submit(
@@ -64,6 +64,10 @@ class _AtOnce:
         self.read_nbytes += nbytes * len(addresses)
         return self._tickets
 
+    def end_all(self) -> None:
+        """Time has passed."""
+        self._ended = self._tickets
+
     def promote(self, ticket: int) -> bool:
         """See ReadPool."""
         del ticket
@@ -76,15 +80,16 @@ class _AtOnce:
 
     def done(self, ticket: int) -> bool:
         """See ReadPool."""
-        return ticket in self._nbytes
+        return ticket <= self._ended
 
     def wait(self, ticket: int) -> None:
         """See ReadPool."""
 
     def wait_any(self, tickets: Sequence[int], block: bool = True) -> list[int]:
         """See ReadPool."""
-        del block
-        return list(tickets)
+        if block:
+            self.end_all()
+        return [ticket for ticket in tickets if ticket <= self._ended]
 
     def damaged(self, ticket: int) -> list[int]:
         """See ReadPool."""
@@ -108,11 +113,13 @@ def replay(
     guess_width: int = 6,
     skip: int = 0,
 ) -> Counters:
-    """Counts of decoding the trace's tokens with so many slots and a disk that takes no time.
+    """Counts of decoding the trace's tokens with so many slots and a disk that is quick: what is
+    guessed is there in time, what is missing comes in the order in which it is asked for.
 
     skip: so many tokens at first are not counted: the slots are empty then.
     """
     tokens, layers, per_token = trace.shape
+    pool = _NoDisk()
     tiers = ExpertTiers(
         _NoFiles(layers, trace.num_experts),
         SlotPool(max(slots, per_token), READ_ALIGN),
@@ -121,7 +128,7 @@ def replay(
         policy=policy,
         guess=guess,
         guess_width=guess_width,
-        pool=_AtOnce(),
+        pool=pool,
     )
     with tiers:
         for token in range(tokens):
@@ -131,7 +138,9 @@ def replay(
                 acquired = tiers.acquire(layer, trace.chosen[token, layer].tolist())
                 if layer + 1 < layers:
                     tiers.guess(layer + 1, trace.guesses[0][token, layer].tolist())
+                acquired.ready()
                 while not acquired.complete:
                     acquired.wait()
                 acquired.release()
+                pool.end_all()
         return tiers.stats.totals("decode")

@@ -95,7 +95,6 @@ def test_any_familys_config_gives_a_store_that_runs_alike_at_every_cap(
     with tempfile.TemporaryDirectory() as folder:
         made = recipe(shape_of(Path(folder) / "shape", choices))
         store = make(made, Path(folder) / "store", "il16")
-        scores = {}
         for backend in BACKENDS:
             options = {"backend": backend, "context": 64}
             low = plan(store.path, cap=1, **options).min_cap_nbytes
@@ -105,8 +104,7 @@ def test_any_familys_config_gives_a_store_that_runs_alike_at_every_cap(
                     of_backend.append(engine.score(ids))
             assert np.isfinite(of_backend[0]).all()
             assert of_backend[0].tobytes() == of_backend[1].tobytes()
-            scores[backend] = of_backend[0]
-        assert 0.05 < scores[BACKENDS[0]].std() < 50
+            assert 0 < of_backend[0].std() < 100
 
 
 @pytest.mark.parametrize("name", SHAPES)
