@@ -76,7 +76,10 @@ def _all(options: Sequence[Callable[[F], F]]) -> Callable[[F], F]:
 
 
 model_option = click.option(
-    "-m", "--model", metavar="MODEL", help="Folder of a model or store; the embedded one if absent."
+    "-m",
+    "--model",
+    metavar="MODEL",
+    help="Folder of a model or store, or synthetic:SHAPE; the embedded one if absent.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 quiet_option = click.option("-q", "--quiet", is_flag=True, help="Nothing on stderr but errors.")

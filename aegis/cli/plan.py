@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 def command(positional: str | None, **options: Any) -> int:
     """Show what a memory cap would be spent on.
 
-    Reads headers only: nothing is converted, loaded or written. Exit code 3 says that the plan
-    does not fit; the smallest cap that opens is named.
+    Reads headers only, or a shape where MODEL is synthetic:SHAPE: nothing is converted, loaded or
+    written. Exit code 3 says that the plan does not fit; the smallest cap that opens is named.
     """
     if positional is not None and options["model"] is not None:
         raise click.UsageError("MODEL is given twice: as an argument and with --model")

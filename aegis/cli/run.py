@@ -44,9 +44,11 @@ def command(positionals: tuple[str, ...], **options: Any) -> int:
     """Answer PROMPT with MODEL under a memory cap.
 
     MODEL is the folder of a model or of a converted store; without it the embedded model answers.
-    A single argument that is no path and no ORG/NAME is the prompt. Piped text is the prompt too,
-    or is appended to it. With no prompt at all it chats on a terminal (/exit or Ctrl-D leaves).
-    The memory plan and the figures go to stderr, only the answer goes to stdout.
+    synthetic:SHAPE[@SEED] is a model of random weights in a known shape or in that of a
+    config.json, which is written first. A single argument that is no path, no ORG/NAME and not
+    synthetic is the prompt. Piped text is the prompt too, or is appended to it. With no prompt at
+    all it chats on a terminal (/exit or Ctrl-D leaves). The memory plan and the figures go to
+    stderr, only the answer goes to stdout.
     """
     request = requested(positionals, options)
     note_fallback(options)
