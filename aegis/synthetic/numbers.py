@@ -16,8 +16,8 @@ from aegis.synthetic.structure import Noise, normal, random_words
 U8 = NDArray[np.uint8]
 F32 = NDArray[np.float32]
 
-_PIECE_NBYTES = 1 << 20
-_CODES = math.sqrt(1 / 12)
+_PIECE = 1 << 20
+"""Numbers that are made at once."""
 
 
 def common_direction(bits: np.random.PCG64, cols: int) -> F32:
@@ -51,7 +51,7 @@ def random_rows(
     count, groups = rows * cols * fmt.bits // 32, cols // fmt.group_size
     words = random_words(bits, -(-count // 2)).view(np.uint32)[:count].reshape(rows, -1)
     most = (1 << fmt.bits) - 1
-    scale = np.float32(noise.std / (math.sqrt((most + 1) ** 2 - 1) * _CODES))
+    scale = np.float32(noise.std / math.sqrt(((most + 1) ** 2 - 1) / 12))
     scales = np.full((rows, groups), scale, np.float32)
     if noise.blind:
         codes = unpack_codes(words, fmt.bits).reshape(rows, groups, fmt.group_size)
@@ -73,7 +73,7 @@ def packed_matrix(
 ) -> Iterator[U8]:
     """The stored bytes of a resident matrix, in pieces."""
     rows, cols = shape
-    step = max(LANES, _PIECE_NBYTES // cols // LANES * LANES)
+    step = max(LANES, _PIECE // cols // LANES * LANES)
     params: list[MlxArrays] = []
     for first in range(0, rows, step):
         count = min(step, rows - first)
@@ -100,14 +100,16 @@ class Pool:
     """Rows of one matrix of all experts of a layer, of which each expert gets a run."""
 
     def __init__(self, arrays: MlxArrays, segment: Segment, layout: Layout) -> None:
-        self._arrays, self._rows = arrays, segment.shape[0]
+        self._rows, self._blocks = segment.shape[0], len(arrays.weight) // LANES
         self._packed = pack(arrays, segment.format, layout) if layout == "il16" else None
+        # Of no use any more where they are packed.
+        self._arrays = () if layout == "il16" else arrays
 
     def fill(self, out: U8, start: int) -> None:
         """The segment whose rows begin with the pool's block ``start`` of 16 rows."""
         first = start * LANES
         if self._packed is not None:
-            block = self._packed.size // (len(self._arrays.weight) // LANES)
+            block = self._packed.size // self._blocks
             out[:] = self._packed[start * block : start * block + out.size]
             return
         offset = 0

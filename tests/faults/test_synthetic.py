@@ -12,6 +12,7 @@ import sys
 from collections import namedtuple
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fault_tools import Failing
 from synthetic_tools import write_shape
@@ -93,7 +94,7 @@ def test_a_writing_that_is_ended_leaves_nothing(
 
 def test_overlapped_writes_arrive_in_order(tmp_path: Path) -> None:
     data = aligned_buffer(50 * ALIGN)
-    data[:] = bytes(random.Random(1).randbytes(data.size))
+    data[:] = np.frombuffer(random.Random(1).randbytes(data.size), np.uint8)
     with OverlappedWriter(tmp_path / "file", 3 * ALIGN) as writer:
         for start in range(0, data.size, 1000):
             writer.write(data[start : start + 1000])
