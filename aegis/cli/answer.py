@@ -58,7 +58,7 @@ def open_engine(
         on_plan=on_plan,
         **engine_settings(options),
     )
-    if bar.used and not options["quiet"] and not made:
+    if bar.used and not options["quiet"]:
         note_older_stores(model or embedded_path(), engine.store.layout.layout)
     if options["chat_template"] is not None:
         _use_template(engine, model, options["chat_template"])

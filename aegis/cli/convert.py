@@ -68,10 +68,9 @@ def command(
 ) -> int:
     """Convert MODEL (the embedded one if absent) into the folder STORE.
 
-    MODEL may be synthetic:SHAPE[@SEED], whose store of random weights is written in place.
-
     Without STORE it goes to the cache, where ``aegis run MODEL`` looks for it. What is
-    converted already is not converted again. Prints the store's folder.
+    converted already is not converted again. The store of synthetic:SHAPE[@SEED], a model of
+    random weights, is written in place. Prints the store's folder.
     """
     if destination is not None and output is not None:
         raise click.UsageError("STORE is given twice: as an argument and with --output")
@@ -80,10 +79,9 @@ def command(
     from aegis.checkpoint.store import is_store
 
     layout = layout or _usual_layout()
-    bar = ProgressBar("converting", options["quiet"])
+    bar = ProgressBar("writing" if is_synthetic(folder) else "converting", options["quiet"])
     store = _converted(folder, destination or output, layout, experts == "3bit", wanted, bar)
-    named = is_synthetic(folder)
-    if not (destination or output or named or is_store(folder) or options["quiet"]):
+    if not (destination or output or is_store(folder) or options["quiet"]):
         note_older_stores(folder, layout)
     if options["as_json"]:
         print_json(

@@ -52,9 +52,16 @@ def note_plan(plan: MemoryPlan) -> None:
 
 def note_older_stores(folder: Path, layout: Layout = "il16") -> None:
     """Stores in the cache that a new one of the same name has probably replaced."""
-    from aegis.convert.cache import older_stores
+    from aegis.convert.cache import older_stores, stores_beside
+    from aegis.synthetic.names import is_synthetic
 
-    for path in older_stores(folder, layout):
+    if is_synthetic(folder):
+        from aegis.synthetic.recipe import cached_path, recipe
+
+        older = stores_beside(cached_path(recipe(folder), layout))
+    else:
+        older = older_stores(folder, layout)
+    for path in older:
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         note(
             f"{path} ({format_size(size)}) is an older store of that name; delete it if not needed"

@@ -34,6 +34,7 @@ __all__ = [
     "open_store",
     "refuse_without_3bit",
     "store_name",
+    "stores_beside",
 ]
 
 
@@ -169,7 +170,11 @@ def older_stores(path: str | os.PathLike[str], layout: Layout = "il16") -> list[
     They come from a checkpoint that was changed since, from another one of that name, or from
     another version of aegis.
     """
-    target = cached_store_path(path, layout)
+    return stores_beside(cached_store_path(path, layout))
+
+
+def stores_beside(target: Path) -> list[Path]:
+    """Stores of the same name and layout as the one that lies or would lie at ``target``."""
     head = re.escape(target.name.rpartition("-v")[0])
     other = re.compile(head + _VERSION)
     found = [name for name in _names(target.parent) if other.fullmatch(name)]
