@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,7 +104,7 @@ class Pool:
         self._rows, self._blocks = segment.shape[0], len(arrays.weight) // LANES
         self._packed = pack(arrays, segment.format, layout) if layout == "il16" else None
         # Of no use any more where they are packed.
-        self._arrays = () if layout == "il16" else arrays
+        self._arrays: tuple[NDArray[Any] | None, ...] = () if layout == "il16" else arrays
 
     def fill(self, out: U8, start: int) -> None:
         """The segment whose rows begin with the pool's block ``start`` of 16 rows."""

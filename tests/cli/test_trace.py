@@ -96,7 +96,7 @@ def test_the_prompt_and_its_answer_are_recorded(aegis: Aegis, shape: str, tmp_pa
         (("trace", "show", "x.json"), 1, "x.json is not a trace of aegis"),
         (("trace", "--tokens", "5", "hello"), 2, "--tokens takes the place of a prompt"),
         (("trace", "--slots", "none", "hello"), 2, "numbers of slots"),
-        (("trace", "--tokens", "65", "-c", "64", "--cap", "1GiB"), 2, "65 tokens do not fit"),
+        (("trace", "--tokens", "65", "-c", "64", "--cap", "1GiB", "-q"), 2, "65 tokens do not fit"),
         (("trace", "-o", "gone/trace", "hello"), 2, "there is no folder"),
         (("run", "--forced", "--temp", "1", "hello"), 2, "--temp would be ignored"),
         (("run", "--forced", "--stop", "x", "hello"), 2, "--stop would be ignored"),

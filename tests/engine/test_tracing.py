@@ -66,9 +66,9 @@ def test_recording_changes_no_bit_and_ends(store: Store) -> None:
 
 
 def test_replaying_hits_what_the_run_hit(store: Store) -> None:
-    """One reader brings what is missing in the order in which it is asked for."""
+    """With nothing guessed: then it does not matter when reads end."""
     ids = stream(40)
-    options = {"context": 64, "guess": "none", "max_slots": 100, "io_threads": 1}
+    options = {"context": 64, "guess": "none", "max_slots": 100}
     with Engine.open(store.path, cap="1GiB", **options) as engine:
         slots = engine._opened.tiers.slots.num_slots
         trace = traced(engine, ids)
