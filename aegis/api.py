@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from aegis.engine.engine import Engine
     from aegis.engine.generate import FinishReason
     from aegis.engine.sampling import Sampler
-    from aegis.hub.locate import Model
+    from aegis.engine.sources import Model
     from aegis.planner import MemoryPlan
     from aegis.text.tokenizer import Tokenizer
 

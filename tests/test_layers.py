@@ -25,13 +25,8 @@ BELOW = {
     "aegis.child",
 }
 CHECKPOINT = BELOW | {"aegis.checkpoint"}
-ENGINE = CHECKPOINT | {
-    "aegis.models",
-    "aegis.text",
-    "aegis.convert",
-    "aegis.hub",
-    "aegis.embedded",
-}
+MAKING = CHECKPOINT | {"aegis.models", "aegis.convert", "aegis.embedded"}
+ENGINE = MAKING | {"aegis.text", "aegis.hub", "aegis.synthetic"}
 INNER = {
     "aegis.errors": set(),
     "aegis.heap": set(),
@@ -42,6 +37,7 @@ INNER = {
     "aegis.convert": CHECKPOINT | {"aegis.models", "aegis.embedded"},
     "aegis.hub": CHECKPOINT | {"aegis.models", "aegis.convert"},
     "aegis.models": CHECKPOINT,
+    "aegis.synthetic": MAKING,
     "aegis.text": CHECKPOINT,
     "aegis.engine": ENGINE,
     "aegis.api": ENGINE | {"aegis.engine"},

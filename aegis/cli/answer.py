@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from aegis.engine.engine import Engine
     from aegis.engine.generate import Clock
     from aegis.engine.sampling import Sampler
-    from aegis.hub.locate import Model
+    from aegis.engine.sources import Name
     from aegis.planner import MemoryPlan
 
 Messages = list[dict[str, str]]
@@ -46,13 +46,16 @@ def open_engine(
     on_plan: Callable[[MemoryPlan], None] | None,
 ) -> Engine:
     """Open the model with the command line's settings."""
+    from aegis.cli.plan import find_model
     from aegis.cli.progress import DownloadBar, ProgressBar
     from aegis.engine.engine import Engine
 
-    bar, model = ProgressBar("converting", options["quiet"]), request.model
+    model = request.model
     with told_from_prompt(request):
+        source = find_model(model, options)
+        bar = ProgressBar(source.making, options["quiet"])
         engine = Engine.open(
-            model,
+            source,
             cap=cap_nbytes,
             progress=bar,
             on_plan=on_plan,
@@ -66,7 +69,7 @@ def open_engine(
     return engine
 
 
-def _use_template(engine: Engine, model: Model, template: str) -> None:
+def _use_template(engine: Engine, model: Name, template: str) -> None:
     from aegis.text.chat_template import ChatTemplates
 
     folder = model if isinstance(model, Path) else engine.store.path
@@ -89,6 +92,15 @@ def make_sampler(options: Options) -> Sampler:
         seed=options["seed"],
         repeat_penalty=options["repeat_penalty"],
     )
+
+
+def chosen_sampler(engine: Engine, options: Options, sampler: Sampler) -> Sampler:
+    """The sampler, or with ``--forced`` the one that takes its place."""
+    if not options["forced"]:
+        return sampler
+    from aegis.engine.forced import ForcedSampler
+
+    return ForcedSampler(options["seed"] or 0, engine.tokenizer.vocab_size)
 
 
 def first_messages(options: Options) -> Messages:
@@ -124,7 +136,7 @@ def generate(
         options["max_tokens"],
         sampler,
         stop=options["stop"],
-        ignore_eos=options["ignore_eos"],
+        ignore_eos=options["ignore_eos"] or options["forced"],
     )
     for step in steps:
         if step.token is not None:

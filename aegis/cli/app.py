@@ -26,6 +26,7 @@ VERBS = (
     "show",
     "rm",
     "verify",
+    "trace",
     "doctor",
 )
 

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from aegis.cli.fetch import here
 from aegis.cli.options import Options, all_of, json_option, quiet_option, usual_backend
-from aegis.cli.progress import ProgressBar
+from aegis.cli.progress import DownloadBar, ProgressBar
 from aegis.cli.report import SCHEMA_VERSION, note_older_stores, print_json
 from aegis.cli.source import resolve_model
 
 if TYPE_CHECKING:
     from aegis.checkpoint.config import QuantSpec
-    from aegis.checkpoint.remote import RemoteCheckpoint
     from aegis.checkpoint.store import Store
-    from aegis.hub.locate import Model
+    from aegis.engine.sources import CheckpointSource, Source
     from aegis.kernels.base import Layout
+    from aegis.synthetic.recipe import Recipe
 
 conversion_options = all_of(
     [
@@ -70,18 +70,22 @@ def command(
     """Convert MODEL (the embedded one if absent) into the folder STORE.
 
     Without STORE it goes to the cache, where ``aegis run MODEL`` looks for it. What is
-    converted already is not converted again. A model of the hub is downloaded first. Prints the
-    store's folder.
+    converted already is not converted again. A model of the hub is downloaded first. The store of
+    synthetic:SHAPE[@SEED], a model of random weights, is written in place. Prints the store's
+    folder.
     """
     if destination is not None and output is not None:
         raise click.UsageError("STORE is given twice: as an argument and with --output")
     model, target = resolve_model(source), destination or output
-    wanted = wanted_quantization(options)
-    if wanted is not None and target is None and not isinstance(model, str):
+    wanted, named = wanted_quantization(options), not isinstance(model, Path)
+    if wanted is not None and target is None and not named:
         # In the cache nobody would find it: a folder is looked up there by its content alone.
         raise click.UsageError("--bits makes another model of MODEL; name the folder STORE for it")
-    found = _found(model, target, wanted, usual_layout(options))
-    show(converted(found, target, wanted, options, isinstance(model, str)), options)
+    from aegis.engine.sources import find_source
+
+    stored = target is None and wanted is None
+    found = find_source(model, usual_layout(options), options["experts"], stored=stored)
+    show(converted(found, target, wanted, options, named), options)
     return 0
 
 
@@ -107,67 +111,80 @@ def usual_layout(options: Options) -> Layout:
     return backend_layout(registry.resolve() if backend == "auto" else backend)
 
 
-def _found(
-    model: Model, target: Path | None, wanted: QuantSpec | None, layout: Layout
-) -> Path | RemoteCheckpoint:
-    """What there is to convert; a store will do where none of its own is asked for."""
-    from aegis.hub.locate import find_source, hub_name
-    from aegis.hub.remote import describe
-
-    name = hub_name(model)
-    if name is None or (target is None and wanted is None):
-        return find_source(model, layout)
-    return name.snapshot() or describe(name)
-
-
 def converted(
-    source: Path | RemoteCheckpoint,
-    target: Path | None,
-    wanted: QuantSpec | None,
-    options: Options,
-    named: bool,
+    source: Source, target: Path | None, wanted: QuantSpec | None, options: Options, named: bool
 ) -> Store:
     """The store that is made of a model, or was made before.
 
-    target: where; None: in the cache. named: ``source`` was found by its name on the hub, so that
-    a store is as good as what it was made of.
+    target: where; None: in the cache. named: ``source`` was found by a name, so that a store is as
+    good as what it was made of.
     """
-    from aegis.checkpoint.source import Checkpoint
-    from aegis.checkpoint.store import Store, is_store
-    from aegis.convert.cache import cached_store_path
-    from aegis.convert.convert import convert
-    from aegis.convert.layout import layout_of_checkpoint
+    from aegis.checkpoint.store import Store
     from aegis.convert.three_bit import add_3bit
+    from aegis.engine.sources import StoreSource, SyntheticSource
+
+    quiet, bar = options["quiet"], ProgressBar(source.making, options["quiet"])
+    if isinstance(source, StoreSource):
+        if options["experts"] == "3bit" and target is None:
+            return add_3bit(source.path, bar)
+        if named:
+            return Store.open(source.path)
+        raise click.UsageError(f"{source.path} is a store already; --experts 3bit adds to it")
+    if isinstance(source, SyntheticSource):
+        store = _written(source.recipe, target, wanted, options, bar)
+    else:
+        store = _converted(replace(source, quantize=wanted), target, options, bar)
+    if target is None and wanted is None and not quiet:
+        note_older_stores(store.path)
+    return store
+
+
+def _converted(
+    source: CheckpointSource, target: Path | None, options: Options, bar: ProgressBar
+) -> Store:
+    from aegis.convert.convert import convert
     from aegis.text.tokenizer import Tokenizer
 
-    layout, three_bit = usual_layout(options), options["experts"] == "3bit"
-    bar = ProgressBar("converting", options["quiet"])
-    if is_store(source):
-        if three_bit and target is None:
-            return add_3bit(Path(source), bar)
-        if named:
-            return Store.open(source)
-        raise click.UsageError(f"{source} is a store already; --experts 3bit adds to it")
-    checkpoint = Checkpoint.open(source)
-    places = layout_of_checkpoint(checkpoint, layout, wanted)
-    kinds = {"4bit", options["experts"]}
+    layout, kinds = usual_layout(options), {"4bit", options["experts"]}
+    places = source.layout(layout)
     nbytes = places.resident_file_nbytes + sum(map(places.experts_nbytes, kinds))
     folder = target and target.absolute().parent
-    checkpoint = Checkpoint.open(here(checkpoint, options["quiet"], nbytes, folder))
+    source = source.brought(nbytes, DownloadBar(options["quiet"]), folder)
     # A store without a tokenizer that works could not be run: refused before anything is written.
-    Tokenizer.open(checkpoint.path)
-    store = convert(
-        checkpoint,
-        target or cached_store_path(checkpoint, layout, wanted),
+    Tokenizer.open(source.folder)
+    return convert(
+        source.checkpoint,
+        target or source.place(layout),
         layout=layout,
-        experts3bit=three_bit,
-        quantize=wanted,
+        experts3bit=options["experts"] == "3bit",
+        quantize=source.quantize,
         progress=bar,
         replace_damaged=target is None,
     )
-    if target is None and wanted is None and not options["quiet"]:
-        note_older_stores(store.path)
-    return store
+
+
+def _written(
+    recipe: Recipe,
+    target: Path | None,
+    wanted: QuantSpec | None,
+    options: Options,
+    bar: ProgressBar,
+) -> Store:
+    """The store of random weights that ``synthetic:SHAPE`` names."""
+    from aegis.synthetic.recipe import cached_path
+    from aegis.synthetic.write import make
+
+    if wanted is not None:
+        raise click.UsageError(f"{recipe.name} has no numbers to quantise; leave --bits out")
+    layout = usual_layout(options)
+    return make(
+        recipe,
+        target or cached_path(recipe, layout),
+        layout,
+        experts3bit=options["experts"] == "3bit",
+        progress=bar,
+        replace_damaged=target is None,
+    )
 
 
 def show(store: Store, options: Options) -> None:

@@ -81,7 +81,8 @@ model_option = click.option(
     "-m",
     "--model",
     metavar="MODEL",
-    help="Folder of a model or store, or ORG/NAME on the hub; the embedded one if absent.",
+    help="Folder of a model or store, ORG/NAME on the hub or synthetic:SHAPE; the embedded one if "
+    "absent.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 quiet_option = click.option("-q", "--quiet", is_flag=True, help="Nothing on stderr but errors.")
@@ -230,6 +231,12 @@ prompt_options = all_of(
         ),
         click.option("--raw", is_flag=True, help="Send the prompt without a chat template."),
         click.option("--ignore-eos", is_flag=True, help="Go on behind the end token."),
+        click.option(
+            "--forced",
+            is_flag=True,
+            help="In place of an answer, N tokens of a stream that --seed chooses (0 if absent): "
+            "for benchmarks of random weights, whose own answers run in circles.",
+        ),
         # For sweep: what it pipes to its runs is the prompt to the last line end.
         click.option("--exact", is_flag=True, hidden=True),
     ]
@@ -288,7 +295,13 @@ def engine_settings(options: Options) -> Options:
 
 
 def refuse_contradictions(options: Options) -> None:
-    """A raw prompt has no template, so what only a template uses is refused, not ignored."""
+    """What an option would make another one do nothing is refused, not ignored."""
+    for name, usual in (("temp", 0.0), ("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+        if options["forced"] and options[name] != usual:
+            flag = name.replace("_", "-")
+            raise UsageError(f"--forced chooses the tokens, so --{flag} would be ignored; drop one")
+    if options["forced"] and options["stop"]:
+        raise UsageError("--forced goes on to the last token, so --stop would be ignored; drop one")
     for name in ("system_prompt", "chat_template"):
         if options["raw"] and options[name] is not None:
             flag = name.replace("_", "-")

@@ -22,10 +22,7 @@ from aegis.cli.source import resolve_model
 from aegis.errors import PlanError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from aegis.checkpoint.remote import RemoteCheckpoint
-    from aegis.hub.locate import Model
+    from aegis.engine.sources import Model, Source
     from aegis.planner import MemoryPlan
 
 
@@ -39,9 +36,9 @@ if TYPE_CHECKING:
 def command(positional: str | None, **options: Any) -> int:
     """Show what a memory cap would be spent on.
 
-    Reads headers only, of a model on the hub (ORG/NAME) too: nothing is downloaded, converted,
-    loaded or written. Exit code 3 says that the plan
-    does not fit; the smallest cap that opens is named.
+    Reads headers only, of a model on the hub (ORG/NAME) too, or a shape where MODEL is
+    synthetic:SHAPE: nothing is downloaded, converted, loaded or written. Exit code 3 says that the
+    plan does not fit; the smallest cap that opens is named.
     """
     if positional is not None and options["model"] is not None:
         raise click.UsageError("MODEL is given twice: as an argument and with --model")
@@ -50,7 +47,7 @@ def command(positional: str | None, **options: Any) -> int:
     choice = choose_caps(options)
     if choice.note and not options["quiet"]:
         note(choice.note)
-    source = find_model(model, options["backend"])
+    source = find_model(model, options)
     plan = plan_for(source, choice.single, options)
     _show(plan, source, options)
     if not plan.feasible:
@@ -58,15 +55,16 @@ def command(positional: str | None, **options: Any) -> int:
     return 0
 
 
-def find_model(model: Model, backend: str) -> Path | RemoteCheckpoint:
-    """The folder of a model, or what the hub says of one that is not here."""
+def find_model(model: Model, options: Options) -> Source:
+    """The store that MODEL stands for, or else what its store will be made of."""
     from aegis.engine.planning import backend_layout, choose_backend
-    from aegis.hub.locate import find_source
+    from aegis.engine.sources import find_source
 
-    return find_source(model, backend_layout(choose_backend(backend)))
+    layout = backend_layout(choose_backend(options["backend"]))
+    return find_source(model, layout, options["experts"])
 
 
-def plan_for(source: Path | RemoteCheckpoint, cap_nbytes: int, options: Options) -> MemoryPlan:
+def plan_for(source: Source, cap_nbytes: int, options: Options) -> MemoryPlan:
     """The plan at one cap for the command line's settings; a wrong setting is a UsageError."""
     from aegis.engine.planning import make_plan
     from aegis.errors import UsageError
@@ -78,11 +76,10 @@ def plan_for(source: Path | RemoteCheckpoint, cap_nbytes: int, options: Options)
         raise UsageError(str(error)) from None
 
 
-def _show(plan: MemoryPlan, source: Path | RemoteCheckpoint, options: Options) -> None:
+def _show(plan: MemoryPlan, source: Source, options: Options) -> None:
     if options["as_json"]:
         print_json(plan.to_json())
         return
-    from aegis.checkpoint.remote import RemoteCheckpoint
     from aegis.planner import format_size
     from aegis.planner.explain import explain_plan
 
@@ -90,17 +87,17 @@ def _show(plan: MemoryPlan, source: Path | RemoteCheckpoint, options: Options) -
         click.echo(line)
     if not options["quiet"]:
         note(_surroundings(source))
-        if isinstance(source, RemoteCheckpoint):
+        if source.missing_nbytes is not None:
             note(f"{source.name} is not here yet: {format_size(source.missing_nbytes)} to download")
 
 
-def _surroundings(source: Path | RemoteCheckpoint) -> str:
+def _surroundings(source: Source) -> str:
     """Free memory and whether reads can bypass the page cache where the store lies."""
-    from aegis.checkpoint.store import is_store
     from aegis.cli.machine import read_machine
     from aegis.convert.cache import cache_folder
     from aegis.engine.planning import store_storage
+    from aegis.engine.sources import StoreSource
 
-    store = source if is_store(source) else cache_folder()
+    store = source.path if isinstance(source, StoreSource) else cache_folder()
     reads = store_storage(source, "il16").describe()
     return f"machine: {read_machine().describe()}; {store}: {reads}"

@@ -29,6 +29,7 @@ def command(model: str, revision: str | None, **options: Any) -> int:
     store's folder.
     """
     from aegis.checkpoint.hub_cache import HubName
+    from aegis.engine.sources import CheckpointSource, StoreSource
     from aegis.hub.remote import describe, note_revision
 
     name = HubName.parse(model if revision is None else f"{model}@{revision}")
@@ -40,7 +41,8 @@ def command(model: str, revision: str | None, **options: Any) -> int:
     wanted = wanted_quantization(options)
     found = describe(name)
     store = _there(found, wanted, usual_layout(options))
-    made = converted(store or found, None, wanted, options, named=True)
+    source = CheckpointSource(found) if store is None else StoreSource(store)
+    made = converted(source, None, wanted, options, named=True)
     if store is not None:
         note_revision(found)
     show(made, options)

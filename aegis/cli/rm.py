@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 def command(models: tuple[str, ...], **options: Any) -> int:
     """Delete every store of MODEL in the cache, and what is half-finished of it.
 
-    MODEL is a name or a store that ``aegis list`` shows, ORG/NAME[@REVISION], or the folder of a
-    model that was converted. A store that a running process uses stays. The model itself, and what
-    the hub's cache holds, are never touched.
+    MODEL is a name or a store that ``aegis list`` shows, ORG/NAME[@REVISION],
+    synthetic:SHAPE[@SEED] or the folder of a model that was converted. A store that a running
+    process uses stays. The model itself, and what the hub's cache holds, are never touched.
     """
-    from aegis.convert.stores import find_places, remove
+    from aegis.convert.stores import remove
+    from aegis.engine.places import find_places
 
     doomed = {place.path: place for model in models for place in find_places(model)}
     if not _agreed(list(doomed.values()), options):

@@ -18,7 +18,9 @@ from aegis.planner import format_least, format_size
 
 if TYPE_CHECKING:
     from aegis.checkpoint.layout import StoreLayout
-    from aegis.checkpoint.remote import RemoteCheckpoint
+    from aegis.checkpoint.store import Store
+    from aegis.engine.sources import CheckpointSource, Source, SyntheticSource
+    from aegis.kernels.base import Layout
 
 
 @click.command("show", short_help="Show what a model is: family, sizes, experts, smallest cap.")
@@ -28,16 +30,22 @@ if TYPE_CHECKING:
 def command(model: str | None, **options: Any) -> int:
     """Show what MODEL is, where it lies and the smallest cap that opens it.
 
-    MODEL is a folder, a name or store that ``aegis list`` shows, or ORG/NAME[@REVISION] on the hub,
-    of which headers are read where it is not here; the embedded one if absent.
+    MODEL is a folder, a name or store that ``aegis list`` shows, synthetic:SHAPE[@SEED], or
+    ORG/NAME[@REVISION] on the hub, of which headers are read where it is not here; the embedded one
+    if absent.
     """
-    from aegis.engine.planning import choose_backend, store_layout
+    from aegis.checkpoint.store import Store
+    from aegis.engine.planning import backend_layout, choose_backend
+    from aegis.engine.sources import StoreSource
 
     backend = choose_backend(usual_backend())
-    source = _source(model, backend)
-    store = _store_facts(source)
-    layout = store.pop("layout_of_store", None) or store_layout(source, backend)
-    facts = {**store, **_sizes(layout)}
+    usual = backend_layout(backend)
+    source = _source(model, usual)
+    if isinstance(source, StoreSource):
+        store = Store.open(source.path)
+        facts = {**_store_facts(store), **_sizes(store.layout)}
+    else:
+        facts = {**_facts(source), **_sizes(source.layout(usual))}
     cap, reason = _smallest_cap(source, backend)
     if options["as_json"]:
         print_json({"schema_version": SCHEMA_VERSION, **facts, "min_cap_nbytes": cap})
@@ -51,55 +59,53 @@ def command(model: str | None, **options: Any) -> int:
     return 0
 
 
-def _source(model: str | None, backend: str) -> Path | RemoteCheckpoint:
-    """A folder or a name on the hub like everywhere, or else what ``aegis list`` calls so."""
-    from aegis.checkpoint.hub_cache import HubName
-    from aegis.cli.plan import find_model
+def _source(model: str | None, layout: Layout) -> Source:
+    """What MODEL means everywhere, or else what ``aegis list`` calls so."""
     from aegis.cli.source import resolve_model
-    from aegis.convert.stores import find_places
+    from aegis.engine.places import find_places
+    from aegis.engine.sources import StoreSource, find_source, meaning
 
-    if model and HubName.parse(model) is None and not os.path.isdir(os.path.expanduser(model)):
+    if model and isinstance(named := meaning(model), Path) and not os.path.isdir(named):
         found = find_places(model)
         if len(found) > 1:
             names = ", ".join(place.path.name for place in found)
             raise UsageError(f"there are several stores of {model}; name one of {names}")
         if found[0].store is None:
             raise StoreError(found[0].damage or f"{found[0].path} has not been converted wholly")
-        return found[0].path
-    return find_model(resolve_model(model), backend)
+        return StoreSource(found[0].path)
+    return find_source(resolve_model(model), layout)
 
 
-def _store_facts(source: Path | RemoteCheckpoint) -> dict[str, Any]:
-    """Where the model lies, and what only a store knows."""
-    from aegis.checkpoint.hub_cache import Origin
-    from aegis.checkpoint.remote import RemoteCheckpoint
-    from aegis.checkpoint.store import Store, is_store
-    from aegis.convert.identity import model_name
+def _store_facts(store: Store) -> dict[str, Any]:
+    """Where a store lies, and what only it knows."""
     from aegis.convert.stores import place_at
 
-    if is_store(source):
-        place, store = place_at(Path(source)), Store.open(source)
-        origin = {name: place.source.get(name) for name in ("repo", "commit")}
-        return {
-            "model": place.model,
-            "kind": "store",
-            "path": str(place.path),
-            **origin,
-            "nbytes": place.nbytes,
-            "has_3bit": store.has_3bit,
-            "in_use": place.in_use,
-            "layout_of_store": store.layout,
-        }
-    folder = Path(source)
-    known = Origin.of(folder)
-    remote = isinstance(source, RemoteCheckpoint)
+    place = place_at(store.path)
     return {
-        "model": model_name(folder),
-        "kind": "hub" if remote else "checkpoint",
-        "path": None if remote else str(folder),
+        "model": place.model,
+        "kind": "store",
+        "path": str(place.path),
+        **{name: place.source.get(name) for name in ("repo", "commit")},
+        "nbytes": place.nbytes,
+        "has_3bit": store.has_3bit,
+        "in_use": place.in_use,
+    }
+
+
+def _facts(source: CheckpointSource | SyntheticSource) -> dict[str, Any]:
+    """Where a model lies that has no store."""
+    from aegis.checkpoint.hub_cache import Origin
+
+    known = None if source.folder is None else Origin.of(source.folder)
+    missing = source.missing_nbytes
+    kind = "synthetic" if source.folder is None else "checkpoint" if missing is None else "hub"
+    return {
+        "model": source.name,
+        "kind": kind,
+        "path": str(source.folder) if kind == "checkpoint" else None,
         "repo": known and known.repo,
         "commit": known and known.commit,
-        "missing_nbytes": source.missing_nbytes if isinstance(source, RemoteCheckpoint) else 0,
+        "missing_nbytes": missing or 0,
     }
 
 
@@ -129,9 +135,7 @@ def _sizes(layout: StoreLayout) -> dict[str, Any]:
     }
 
 
-def _smallest_cap(
-    source: Path | RemoteCheckpoint, backend: str
-) -> tuple[int, None] | tuple[None, str]:
+def _smallest_cap(source: Source, backend: str) -> tuple[int, None] | tuple[None, str]:
     """In bytes at the usual context, or why there is none."""
     from aegis.engine.planning import make_plan, settings_for
 
@@ -144,8 +148,9 @@ def _smallest_cap(
 def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "model", facts["model"]
     yield "family", facts["family"]
-    missing = format_size(facts.get("missing_nbytes", 0))
-    yield facts["kind"], facts["path"] or f"not downloaded yet: {missing} to download"
+    missing = f"not downloaded yet: {format_size(facts.get('missing_nbytes', 0))} to download"
+    nowhere = "random weights, not written yet" if facts["kind"] == "synthetic" else missing
+    yield facts["kind"], facts["path"] or nowhere
     if facts["repo"] is not None:
         yield "source", f"{facts['repo']} at {facts['commit']}"
     if "nbytes" in facts:

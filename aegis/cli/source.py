@@ -16,10 +16,10 @@ import click
 from aegis.cli.options import Options, refuse_contradictions
 from aegis.errors import HubError, UsageError
 from aegis.settings import DEFAULT_CONTEXT
+from aegis.synthetic.names import PREFIX
 
 if TYPE_CHECKING:
-    from aegis.checkpoint.hub_cache import HubName
-    from aegis.hub.locate import Model
+    from aegis.engine.sources import Name
 
 SAMPLE_PROMPT = "What is a mixture of experts? Answer in two sentences."
 LONGEST_TOKEN_NBYTES = 128
@@ -31,51 +31,42 @@ _PATH_START = ("/", "./", "../", "~")
 class Request:
     """The model (None: embedded) and the prompt (None: nobody gave one)."""
 
-    model: Model
+    model: Name
     prompt: str | None
     ambiguous: bool = False
     """The model is a single argument like and/or, which may have been meant as a prompt."""
 
 
-def names_model(text: str) -> bool:
-    """Whether a single positional is a MODEL: a path, ORG/NAME or ``synthetic:``."""
-    return (
-        text.startswith(("synthetic:", *_PATH_START))
-        or _hub_name(text) is not None
-        or _exists(text)
-    )
+def names_model(text: str, alone: bool = True) -> bool:
+    """Whether a positional is a MODEL: a path, a store, ORG/NAME, ``synthetic:`` or ``embedded``.
+
+    alone: it is the only one, so that a plain word is a prompt.
+    """
+    if text.startswith((PREFIX, *_PATH_START)) or _exists(text):
+        return True
+    from aegis.engine.sources import EMBEDDED, meaning
+
+    return not (alone and text == EMBEDDED) and meaning(text) != Path(text)
 
 
-def _hub_name(text: str) -> HubName | None:
-    from aegis.checkpoint.hub_cache import HubName
-
-    return HubName.parse(text)
-
-
-def resolve_model(text: str | None) -> Model:
-    """The folder that MODEL names, or the name itself where it is one on the hub; UsageError says
-    what is supported."""
+def resolve_model(text: str | None) -> Name:
+    """What MODEL means; UsageError says what is supported."""
     if text is None:
         return None
     if not text:
         raise UsageError("MODEL is empty; give the folder of a model or a store")
-    # Not Path's: it expands ./~ too, and raises where there is no such user or a name is too long.
-    path = Path(os.path.expanduser(text))
-    if os.path.isdir(path):
-        return path
-    if os.path.exists(path) and path.suffix.lower() == ".gguf":
+    from aegis.engine.sources import meaning
+
+    found = meaning(text)
+    if not isinstance(found, Path) or os.path.isdir(found):
+        return found
+    if os.path.exists(found) and found.suffix.lower() == ".gguf":
         raise UsageError(
             f"{text} is a GGUF file, which aegis does not read; give the folder of a model in MLX's"
             " safetensors format"
         )
-    if os.path.exists(path):
+    if os.path.exists(found):
         raise UsageError(f"{text} is a file; give the folder with config.json and its tensors")
-    if text.startswith("synthetic:"):
-        raise UsageError(
-            f"{text}: synthetic models are not supported; give the folder of a model or a store"
-        )
-    if _hub_name(text) is not None:
-        return text
     raise UsageError(
         f"there is no folder {text}; give the folder of a model or a store, or ORG/NAME of a model"
         " on the Hugging Face hub"
@@ -101,7 +92,7 @@ def resolve_request(
     if model is None and left and (len(left) == 2 or names_model(left[0])):
         ambiguous = len(left) == 1 and not _exists(left[0])
         model = left.pop(0)
-        if left and model and not names_model(model):
+        if left and model and not names_model(model, alone=False):
             raise UsageError(
                 f"there is no folder {model}; give the folder of a model or a store, and quote a"
                 " prompt of several words"

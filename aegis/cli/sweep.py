@@ -8,13 +8,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from aegis.cli.fetch import here
 from aegis.cli.machine import read_machine
 from aegis.cli.options import (
     Options,
@@ -27,13 +24,14 @@ from aegis.cli.options import (
     verbose_option,
 )
 from aegis.cli.plan import find_model, plan_for
+from aegis.cli.progress import DownloadBar
 from aegis.cli.report import SCHEMA_VERSION, note, note_fallback, print_json
 from aegis.cli.source import SAMPLE_PROMPT, Request, requested, told_from_prompt
 from aegis.errors import AegisError, PlanError
 from aegis.planner import format_size
 
 if TYPE_CHECKING:
-    from aegis.checkpoint.remote import RemoteCheckpoint
+    from aegis.engine.sources import Source
 
 MIB = 1 << 20
 DEFAULT_ROWS = 6
@@ -78,16 +76,15 @@ def sweep(request: Request, caps: tuple[int, ...] | None, options: Options) -> i
     """Run every cap, or six that are chosen; prints the rows and returns the exit code."""
     as_json = options["as_json"]
     with told_from_prompt(request):
-        source = find_model(request.model, options["backend"])
+        source = find_model(request.model, options)
     caps = caps or _spread(source, options)
-    if isinstance(source, Path) or any(plan_for(source, cap, options).feasible for cap in caps):
-        source = here(source, options["quiet"])
-        request = replace(request, model=request.model and source)
+    if any(plan_for(source, cap, options).feasible for cap in caps):
+        source = source.brought(0, DownloadBar(options["quiet"]))
     if not as_json:
         click.echo(_line(_HEADER))
     rows: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
-    for row, result in _rows(request, source, caps, options):
+    for row, result in _rows(request.prompt or SAMPLE_PROMPT, source, caps, options):
         rows.append(row)
         if result is not None:
             results.append(result)
@@ -106,8 +103,8 @@ def sweep(request: Request, caps: tuple[int, ...] | None, options: Options) -> i
 
 
 def _rows(
-    request: Request,
-    source: Path | RemoteCheckpoint,
+    prompt: str,
+    source: Source,
     caps: tuple[int, ...],
     options: Options,
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any] | None]]:
@@ -126,23 +123,20 @@ def _rows(
             continue
         if options["verbose"]:
             note(f"running at {format_size(cap)}")
-        result = _run(request, cap, options)
+        result = _run(source, prompt, cap, options)
         first = result["token_ids"] if first is None else first
         row |= {"slots": plan.slots, "borrowed_slots": plan.borrowed_slots}
         row |= {name: result[name] for name in _COPIED}
         yield row | {"identical": result["token_ids"] == first}, result
 
 
-def _run(request: Request, cap: int, options: Options) -> dict[str, Any]:
+def _run(source: Source, prompt: str, cap: int, options: Options) -> dict[str, Any]:
     """One ``aegis run --json`` in a fresh process; its failure is ours."""
     arguments = ["run", "--json", "--quiet", "--exact", "--cap", f"{cap}B", *_passed_on(options)]
-    if request.model is not None:
-        arguments += ["--model", os.path.abspath(request.model)]
+    arguments += ["--model", source.argument]
     # As bytes: text that was read as UTF-8 is no text of every locale.
     given = [text.encode("utf-8", "surrogateescape") for text in arguments]
-    done = _ended(
-        [sys.executable, "-m", "aegis", *given], (request.prompt or SAMPLE_PROMPT).encode()
-    )
+    done = _ended([sys.executable, "-m", "aegis", *given], prompt.encode())
     if done.returncode:
         raise _failure(done, cap)
     result: dict[str, Any] = json.loads(done.stdout)
@@ -201,7 +195,7 @@ def _passed_on(options: Options) -> list[str]:
     return arguments
 
 
-def _spread(source: Path | RemoteCheckpoint, options: Options) -> tuple[int, ...]:
+def _spread(source: Source, options: Options) -> tuple[int, ...]:
     """Six caps from the smallest that opens to all experts resident, or to half of what is free."""
     largest = plan_for(source, _HUGE_CAP, options)
     low = largest.min_cap_nbytes

@@ -18,7 +18,7 @@ from aegis.planner import format_size
 if TYPE_CHECKING:
     from aegis.checkpoint.store import Store
     from aegis.convert.verify import VerifyReport
-    from aegis.hub.locate import Model
+    from aegis.engine.sources import Name
 
 
 @click.command("verify", short_help="Compare every checksum of a store.")
@@ -54,23 +54,25 @@ def command(source: str | None, **options: Any) -> int:
     return 0
 
 
-def _open(model: Model) -> Store:
+def _open(model: Name) -> Store:
+    """The store in a folder, or the one of a model in the cache; nothing is made."""
     from aegis.checkpoint.store import Store, is_store
-    from aegis.convert.cache import model_stores
-    from aegis.hub.locate import find_converted
+    from aegis.engine.places import stores_of
+    from aegis.engine.sources import meaning
+    from aegis.synthetic.recipe import Recipe
 
-    folder = find_converted(model)
-    if is_store(folder):
-        return Store.open(folder, check_sizes=False)
-    stores = model_stores(folder)
+    named = meaning(model)
+    stores = stores_of(named)
     for candidate in stores:
         if is_store(candidate):
             return Store.open(candidate, check_sizes=False)
+    if isinstance(named, Recipe):
+        raise StoreError(f"{named.name} has not been written; run aegis convert {named.name} first")
     if any(map(_superseded, stores)):
         raise StoreError(
-            f"{folder} has changed since it was converted; run aegis convert to convert it again"
+            f"{named} has changed since it was converted; run aegis convert to convert it again"
         )
-    raise StoreError(f"{folder} has not been converted; run aegis convert first")
+    raise StoreError(f"{named} has not been converted; run aegis convert first")
 
 
 def _superseded(store: Path) -> bool:

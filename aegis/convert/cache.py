@@ -24,11 +24,14 @@ if TYPE_CHECKING:
     from aegis.convert.convert import Progress
 
 _VERSION = r"-v\d+-[0-9a-f]{12}"
+STORE_NAME = re.compile(rf"(.+)-(?:il16|row){_VERSION}", re.DOTALL)
+"""What stores in the cache are called; the model's name comes first."""
 _REMAINS = re.compile(rf"\.(.+{_VERSION})\.(?:lock|partial-.+)", re.DOTALL)
 _LONGEST_NAME = 150
 """Bytes of a model's name in a store's: with all that is put around it, file systems take it."""
 
 __all__ = [
+    "STORE_NAME",
     "cache_folder",
     "cached_store_path",
     "embedded_path",
@@ -38,6 +41,7 @@ __all__ = [
     "older_stores",
     "open_store",
     "refuse_without_3bit",
+    "store_name",
 ]
 
 
@@ -85,8 +89,13 @@ def cached_store_path(
         CheckpointError: ``path`` is no readable checkpoint.
     """
     checkpoint = Checkpoint.open(path)
-    stem = _stem(model_name(checkpoint.path), layout)
-    return cache_folder() / f"{stem}-{identity_of(checkpoint, quantize)[:12]}"
+    name = store_name(model_name(checkpoint.path), layout, identity_of(checkpoint, quantize))
+    return cache_folder() / name
+
+
+def store_name(model: str, layout: Layout, identity: str) -> str:
+    """What the folder of a model's store is called in the cache."""
+    return f"{_stem(model, layout)}-{identity[:12]}"
 
 
 def _stem(name: str, layout: Layout) -> str:

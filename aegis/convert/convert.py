@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -83,6 +83,39 @@ def convert(
     plan = layout_of(checkpoint, resolved, layout)
     identity = identity_of(checkpoint, quantize)
     job = _Job(checkpoint, resolved, plan, quantize, experts3bit, progress, piece_nbytes)
+    return make_store(target, layout, identity, job, experts3bit, replace_damaged)
+
+
+class StoreJob(Protocol):
+    """What fills a store."""
+
+    disk_nbytes: int
+    """What it writes in all."""
+
+    def report_nothing(self) -> None:
+        """Show that it has not begun."""
+
+    def write(self, folder: Path, identity: str) -> None:
+        """Write every file of the store."""
+
+    def write_3bit(self, store: Store) -> None:
+        """Add 3-bit experts to a store that lacks them."""
+
+
+def make_store(
+    target: Path,
+    layout: Layout,
+    identity: str,
+    job: StoreJob,
+    experts3bit: bool,
+    replace_damaged: bool,
+) -> Store:
+    """The store at ``target``, filled by ``job`` unless it is there already; it appears whole or
+    not at all.
+
+    Raises:
+        StoreError: it cannot be written, or something else is there.
+    """
     hint = ELSEWHERE if replace_damaged else "choose a destination on another disk"
     prepare_parent(target)
     with disk_errors(target.parent, hint), locked(target, job.report_nothing) as alone:

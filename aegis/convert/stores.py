@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,14 +11,11 @@ from typing import Any
 
 from aegis.checkpoint.config import COPIED_FILES
 from aegis.checkpoint.hold import Hold, is_held
-from aegis.checkpoint.hub_cache import HubName
 from aegis.checkpoint.store import EXPERT_FOLDERS, MANIFEST, RESIDENT, Store, is_store
 from aegis.convert.build import discard, is_being_built, owner_of, remains_of
-from aegis.convert.cache import cache_folder, model_stores
-from aegis.convert.identity import model_name
-from aegis.errors import StoreError, UsageError
+from aegis.convert.cache import STORE_NAME, cache_folder
+from aegis.errors import StoreError
 
-_NAME = re.compile(r"(.+)-(?:il16|row)-v\d+-[0-9a-f]{12}", re.DOTALL)
 _OURS = {MANIFEST, f".{MANIFEST}.new", RESIDENT, *EXPERT_FOLDERS.values(), *COPIED_FILES}
 
 
@@ -46,9 +42,10 @@ class Place:
     @property
     def model(self) -> str:
         """What people call the model."""
-        if isinstance(repo := self.source.get("repo"), str):
-            return repo
-        match = _NAME.fullmatch(self.path.name)
+        for known in ("repo", "name"):
+            if isinstance(name := self.source.get(known), str):
+                return name
+        match = STORE_NAME.fullmatch(self.path.name)
         return self.path.name if match is None else match[1]
 
     @property
@@ -78,8 +75,8 @@ def _entries(folder: Path) -> list[Path]:
 
 def _place_name(entry: Path) -> str | None:
     if (owner := owner_of(entry)) is not None:
-        return owner if _NAME.fullmatch(owner) else None
-    return entry.name if _NAME.fullmatch(entry.name) or is_store(entry) else None
+        return owner if STORE_NAME.fullmatch(owner) else None
+    return entry.name if STORE_NAME.fullmatch(entry.name) or is_store(entry) else None
 
 
 def place_at(path: Path) -> Place:
@@ -121,38 +118,6 @@ def _below(folder: Path) -> Iterator[Path]:
         yield from (Path(root, name) for name in (*folders, *files))
 
 
-def find_places(model: str) -> list[Place]:
-    """The places that are meant by a name that ``aegis list`` shows, the folder of a store in the
-    cache or of a model, or ORG/NAME[@REVISION].
-
-    Raises:
-        UsageError: there are none.
-    """
-    path = Path(os.path.abspath(os.path.expanduser(model)))
-    known = {place.path: place for place in places()}
-    if path in known:
-        return [known[path]]
-    if path.is_dir():
-        if is_store(path):
-            raise UsageError(f"{path} is a store, but not in {cache_folder()}; rm -r deletes it")
-        name = model_name(path)
-        found = [place for place in known.values() if place.path in model_stores(path)]
-    else:
-        name = model
-        found = [place for place in known.values() if _is_meant(place, model)]
-    if not found:
-        raise UsageError(f"{cache_folder()} has no store of {name}; aegis list shows what there is")
-    return found
-
-
-def _is_meant(place: Place, model: str) -> bool:
-    if model in (place.path.name, place.model):
-        return True
-    name = HubName.parse(model)
-    revisions = (*place.source.get("revisions", ()), place.source.get("commit"))
-    return name is not None and name.repo == place.model and name.revision in revisions
-
-
 def remove(place: Place) -> None:
     """Delete a store, what is half-finished of it and its lock.
 
@@ -161,7 +126,7 @@ def remove(place: Place) -> None:
             refuses.
     """
     path = place.path
-    if place.damage is not None and _NAME.fullmatch(path.name) is None:
+    if place.damage is not None and STORE_NAME.fullmatch(path.name) is None:
         raise StoreError(f"{path} is left alone, for it may be no store: {place.damage}")
     foreign = sorted({entry.name for entry in _entries(path)} - _OURS)
     foreign = [name for name in foreign if owner_of(path / name) is None]

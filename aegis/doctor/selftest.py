@@ -28,8 +28,8 @@ from aegis.engine.planning import (
     request_plan,
     resolve,
     settings_for,
-    store_layout,
 )
+from aegis.engine.sources import find_source
 from aegis.errors import AegisError, StoreError
 from aegis.kernels import registry
 from aegis.kernels.base import Layout
@@ -199,12 +199,12 @@ def _caps(backend: str, store: Path) -> tuple[int, int, int]:
 
     What is there already is a store that lies in memory, which is a part of its plan.
     """
-    layout = store_layout(store, backend)
+    source = find_source(store, backend_layout(backend))
     plans = []
     for cap_nbytes in (1, 1 << 60):
         options = {"backend": backend, "context": CONTEXT, "activations": "f32"}
         settings = settings_for(cap_nbytes, options)
-        plans.append(request_plan(resolve(store, layout, settings, backend)))
+        plans.append(request_plan(resolve(source, settings, backend)))
     smallest = plans[0].min_cap_nbytes
     everything = max(smallest, plans[1].total_nbytes)
     return smallest, everything, dict(plans[1].items).get("store", 0)

@@ -16,6 +16,7 @@ from aegis.engine.lookahead import Lookahead
 from aegis.engine.opening import Opened, open_model
 from aegis.engine.planning import settings_for
 from aegis.engine.token_ids import refuse_no_ids, token_array, whole
+from aegis.engine.tracing import Tracing
 from aegis.engine.turn import Turn, in_turn
 from aegis.errors import AegisError, UsageError
 from aegis.planner import format_size
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from aegis.checkpoint.store import Store
     from aegis.engine.sampling import Sampler
-    from aegis.hub.locate import Model
+    from aegis.engine.sources import Model
     from aegis.hub.remote import OnDownload
     from aegis.planner import LedgerRow, MemoryPlan
     from aegis.text.tokenizer import Tokenizer
@@ -218,6 +219,11 @@ class Engine:
         the next call.
         """
         return self._feed(ids)
+
+    def tracing(self) -> Tracing:
+        """A context in which the routing of every token that is decoded is recorded."""
+        self._check_open()
+        return Tracing(self._opened)
 
     def _feed(self, ids: Sequence[int]) -> Any:
         self._check_open()

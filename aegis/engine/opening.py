@@ -21,13 +21,12 @@ from aegis.engine.planning import (
     choose_backend,
     request_plan,
     resolve,
-    store_layout,
     store_nbytes,
 )
 from aegis.engine.recurrent import Recurrence
 from aegis.engine.sampling import warm_up
+from aegis.engine.sources import Model, Progress, find_source
 from aegis.errors import AegisError, PlanError, ReadError, StoreError
-from aegis.hub.locate import Model, find_source
 from aegis.kernels import registry
 from aegis.kernels.sizes import align_up
 from aegis.models import family
@@ -72,6 +71,8 @@ class Opened:
     arena: Arena
     backend: Backend
     decoder: Decoder
+    weights: dict[str, Weight]
+    """Resident tensors."""
     files: ExpertFiles
     tiers: ExpertTiers
     disk_embedding: DiskEmbedding | None
@@ -175,6 +176,7 @@ class Opened:
         self.forward.close()
         # These hold weights, slots and states that are the backend's own.
         self.recurrence.close()
+        self.weights.clear()
         del self.decoder
         self.backend.close()
         self.arena.close()
@@ -191,37 +193,28 @@ class Opened:
 def open_model(
     model: Model,
     settings: Settings,
-    progress: Callable[[int, int], None] | None,
+    progress: Progress | None,
     on_plan: Callable[[MemoryPlan], None] | None,
     on_download: OnDownload | None = None,
 ) -> Opened:
     """Plan from headers, refuse what does not fit, then download, convert, allocate and load."""
-    from aegis.checkpoint.remote import RemoteCheckpoint
-    from aegis.checkpoint.source import Checkpoint
-    from aegis.checkpoint.store import is_store
-    from aegis.convert.cache import cache_folder, ensure_store, refuse_without_3bit
-
     backend = choose_backend(settings.backend)
-    found = find_source(model, backend_layout(backend))
-    # Opened once for all that follows: headers are read once.
-    source = found if is_store(found) else Checkpoint.open(found)
-    request = resolve(source, store_layout(source, backend), settings, backend)
+    layout, experts = backend_layout(backend), settings.experts
+    # Found once for all that follows: headers are read once.
+    source = find_source(model, layout, experts)
+    request = resolve(source, settings, backend)
     plan = request_plan(request)
     if not plan.feasible:
         raise PlanError(plan.refusal())
-    if settings.experts == "3bit":
-        refuse_without_3bit(source, backend_layout(backend))
+    if experts == "3bit":
+        source.refuse_without_3bit(layout)
     if on_plan is not None:
         on_plan(plan)
-    if isinstance(source, RemoteCheckpoint):
-        from aegis.hub.remote import download
-
-        needed = store_nbytes(request)
-        source = Checkpoint.open(download(source, needed, cache_folder(), on_download))
+    source = source.brought(store_nbytes(request), on_download)
     # Before converting, which may take minutes: a damaged tokenizer is found in a moment.
-    folder = Path(source)
-    tokenizer = _load_tokenizer(folder)
-    store = ensure_store(source, backend_layout(backend), progress)
+    tokenizer = None if source.folder is None else _load_tokenizer(source.folder)
+    store = source.make(layout, experts, progress)
+    tokenizer = tokenizer or _load_tokenizer(store.path)
     if store.layout != request.layout:
         raise StoreError(f"{store.path} holds another model than it is named for; remove it")
     # Known for certain only now, with a file of its own to try.
@@ -230,20 +223,11 @@ def open_model(
     memory.trim()
     try:
         with backend_errors(), ExitStack() as undo:
-            opened = _allocate(undo, _name(folder), store, request, plan, tokenizer)
+            opened = _allocate(undo, source.name, store, request, plan, tokenizer)
             undo.pop_all()
             return opened
     except TiersError as error:
         raise StoreError(str(error)) from error
-
-
-def _name(folder: Path) -> str:
-    """What people call the model; one of the hub is called the same from its store."""
-    from aegis.checkpoint.store import Store, is_store
-    from aegis.convert.identity import model_name
-
-    repo = Store.open(folder).manifest.source.get("repo") if is_store(folder) else None
-    return repo if isinstance(repo, str) else model_name(folder)
 
 
 def _load_tokenizer(folder: Path) -> Tokenizer:
@@ -334,6 +318,7 @@ def _allocate(
         arena=arena,
         backend=backend,
         decoder=decoder,
+        weights=weights,
         files=files,
         tiers=tiers,
         disk_embedding=disk,

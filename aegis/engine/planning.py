@@ -6,12 +6,8 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from mmap import PAGESIZE
-from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from aegis.checkpoint.config import tokenizer_nbytes
-from aegis.checkpoint.remote import RemoteCheckpoint
 from aegis.checkpoint.storage import DIRECT, Storage, storage_of
 from aegis.engine.backends import backend_errors
 from aegis.engine.limits import MemoryLimits, memory_limits
@@ -24,8 +20,8 @@ from aegis.engine.numbers import (
     prefill_steps,
     runtime_name,
 )
+from aegis.engine.sources import Model, Source, find_source
 from aegis.errors import BackendError, UsageError, shown
-from aegis.hub.locate import Model, find_source
 from aegis.kernels import registry
 from aegis.kernels.base import Format, SlotPart, WorkspaceSpec
 from aegis.kernels.sizes import align_up, block_inputs
@@ -174,27 +170,17 @@ def compute_threads(requested: int | None) -> int:
     return default_threads() if requested is None else min(requested, usable_processors())
 
 
-def store_layout(path: str | PathLike[str], backend: str) -> StoreLayout:
-    """Sizes of a store, or of the store that a checkpoint would become; reads headers only."""
-    from aegis.checkpoint.store import is_store
-    from aegis.convert.cache import open_store
-    from aegis.convert.layout import layout_of_checkpoint
-
-    wanted = backend_layout(backend)
-    return open_store(path, wanted).layout if is_store(path) else layout_of_checkpoint(path, wanted)
-
-
-def resolve(
-    path: str | PathLike[str], layout: StoreLayout, settings: Settings, backend: str
-) -> Request:
-    """Settle context and threads for the model in ``path``.
+def resolve(source: Source, settings: Settings, backend: str) -> Request:
+    """Settle context and threads for a model, from headers alone.
 
     Raises:
         UsageError: the context is longer than the model's.
-        StoreError: the store does not hold what its config says.
+        CheckpointError: the checkpoint is damaged, incomplete or not supported.
+        StoreError: the store does not hold what its config says, or has another layout.
         TokenizerError: tokenizer.json is missing or cannot be one.
         BackendError: the backend has no kernels for the model's sizes.
     """
+    layout = source.layout(backend_layout(backend))
     shape = family(layout.model_type).shape(layout.config)
     check_layout(layout)
     context = settings.context or min(DEFAULT_CONTEXT, shape.max_position_embeddings)
@@ -204,11 +190,6 @@ def resolve(
             f" {shape.max_position_embeddings}; choose one in that range"
         )
     threads = compute_threads(settings.threads)
-    if isinstance(path, RemoteCheckpoint):
-        tokenizer = path.tokenizer_nbytes
-    else:
-        tokenizer = tokenizer_nbytes(Path(path))
-    storage = store_storage(path, layout.layout)
     device = device_of(backend)
     request = Request(
         settings=settings,
@@ -217,10 +198,10 @@ def resolve(
         context=context,
         shape=shape,
         layout=layout,
-        tokenizer_nbytes=tokenizer,
+        tokenizer_nbytes=source.tokenizer_nbytes,
         device=device,
         numbers=numbers_of(settings, device, layout),
-        storage=storage,
+        storage=store_storage(source, layout.layout),
     )
     _refuse_unsupported(request)
     return request
@@ -242,12 +223,11 @@ def _refuse_unsupported(request: Request) -> None:
         )
 
 
-def store_storage(path: str | PathLike[str], layout: Layout) -> Storage:
-    """How the files of a store are read, or of the one in the cache that ``path`` has or gets."""
-    from aegis.checkpoint.store import RESIDENT, is_store
-    from aegis.convert.cache import cached_store_path
+def store_storage(source: Source, layout: Layout) -> Storage:
+    """How the files of a model's store are read, or will be where it will lie."""
+    from aegis.checkpoint.store import RESIDENT
 
-    store = Path(path) if is_store(path) else cached_store_path(path, layout)
+    store = source.place(layout)
     resident = store / RESIDENT
     return storage_of(resident if resident.is_file() else store)
 
@@ -392,13 +372,12 @@ def _reserve_nbytes(request: Request) -> int:
 
 
 def make_plan(model: Model, settings: Settings) -> MemoryPlan:
-    """The plan for a store, a checkpoint that is not converted yet or a model on the hub that is
-    not downloaded yet; nothing is written.
+    """The plan for a store, or for a model whose store is not made yet; nothing is written.
 
     Raises:
         HubError, CheckpointError, StoreError, UsageError, BackendError: the request cannot be
         planned. A plan that does not fit is returned with ``feasible`` false, not raised.
     """
     backend = choose_backend(settings.backend)
-    path = find_source(model, backend_layout(backend))
-    return request_plan(resolve(path, store_layout(path, backend), settings, backend))
+    source = find_source(model, backend_layout(backend), settings.experts)
+    return request_plan(resolve(source, settings, backend))

@@ -70,7 +70,7 @@ def test_without_a_cap_the_choice_is_printed(aegis: Aegis) -> None:
     [
         (("plan", "--cap", "4"), "write 4GiB"),
         (("plan", "nowhere"), "or ORG/NAME of a model on the Hugging Face hub"),
-        (("run", "synthetic:x", "hi"), "synthetic"),
+        (("run", "synthetic:x", "hi"), "there is no shape"),
         (("run", "--kv-format", "q8", "hi"), "kv-format"),
         (("run", "--guess-width", "17", "hi"), "guess-width"),
         (("run", "--temp", "-1", "hi"), "temperature"),

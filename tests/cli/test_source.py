@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 import pytest
 
+from aegis.checkpoint.hub_cache import HubName
 from aegis.cli.source import names_model, resolve_model, resolve_request
 from aegis.errors import UsageError
 
@@ -57,7 +58,7 @@ def test_a_single_positional_is_model_or_prompt_by_its_looks() -> None:
 
 
 def test_a_name_on_the_hub_is_one_unless_a_folder_is_called_so(tmp_path: Path) -> None:
-    assert resolve_model("org/name") == "org/name"
+    assert resolve_model("org/name") == HubName("org/name")
     (tmp_path / "org" / "name").mkdir(parents=True)
     assert resolve_model("org/name") == Path("org/name")
 
@@ -160,7 +161,7 @@ def test_what_is_piped_exactly_keeps_its_ends(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("synthetic:x", "synthetic models are not supported"),
+        ("synthetic:x", r"there is no shape .x.; choose one of qwen3.6-35b-a3b, .* config.json"),
         ("./gone", "there is no folder"),
         ("file", "is a file"),
         ("file.gguf", "is a GGUF file, which aegis does not read; give the folder"),

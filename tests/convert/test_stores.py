@@ -18,7 +18,8 @@ from aegis.checkpoint.hold import Hold, is_held
 from aegis.convert import build
 from aegis.convert.cache import ensure_store
 from aegis.convert.convert import convert
-from aegis.convert.stores import disk_nbytes, find_places, place_at, places, remove
+from aegis.convert.stores import disk_nbytes, place_at, places, remove
+from aegis.engine.places import find_places
 from aegis.errors import StoreError, UsageError
 from aegis.hub.downloads import Download, downloads
 
