@@ -236,9 +236,7 @@ def test_list_show_and_rm_are_about_the_same_stores(
 
 
 @pytest.mark.parametrize(("answer", "goes"), [("y", True), ("n", False), ("", False)])
-def test_rm_asks_on_a_terminal(
-    here: FakeHub, aegis: Aegis, command_env: dict[str, str], answer: str, goes: bool
-) -> None:
+def test_rm_asks_on_a_terminal(here: FakeHub, aegis: Aegis, answer: str, goes: bool) -> None:
     store = Path(aegis("pull", REPO, "-q").stdout.strip())
     terminal, end = os.openpty()
     os.write(terminal, f"{answer}\n".encode())
@@ -256,9 +254,7 @@ def test_rm_asks_on_a_terminal(
     assert (done.returncode, store.exists()) == (0 if goes else 1, not goes)
 
 
-def test_a_bar_is_drawn_on_a_terminal_only(
-    hub: FakeHub,
-) -> None:
+def test_a_bar_is_drawn_on_a_terminal_only(hub: FakeHub) -> None:
     terminal, end = os.openpty()
     with subprocess.Popen(
         [sys.executable, "-m", "aegis", "pull", REPO], stderr=end, stdout=subprocess.PIPE
