@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from aegis.cli.options import Options, all_of, json_option, quiet_option, usual_backend
+from aegis.cli.options import (
+    Options,
+    all_of,
+    bits_options,
+    bits_settings,
+    json_option,
+    quiet_option,
+    usual_backend,
+)
+from aegis.cli.plan import announce
 from aegis.cli.progress import DownloadBar, ProgressBar
 from aegis.cli.report import SCHEMA_VERSION, note_older_stores, print_json
 from aegis.cli.source import resolve_model
 
 if TYPE_CHECKING:
-    from aegis.checkpoint.config import QuantSpec
     from aegis.checkpoint.store import Store
+    from aegis.convert.targets import Choice
     from aegis.engine.sources import CheckpointSource, Source
     from aegis.kernels.base import Layout
     from aegis.synthetic.recipe import Recipe
@@ -30,17 +38,7 @@ conversion_options = all_of(
             show_default=True,
             help="3bit adds 3-bit expert files, also to a store that is there already.",
         ),
-        click.option(
-            "--bits",
-            type=click.Choice(["2", "3", "4", "5", "6", "8"]),
-            help="Quantise a plain checkpoint (BF16, F16 or F32) to codes of this width, exactly as"
-            " mlx_lm.convert does. That of a folder needs STORE. [default: its numbers are kept]",
-        ),
-        click.option(
-            "--group-size",
-            type=click.Choice(["32", "64", "128"]),
-            help="Numbers that share a scale and a bias, with --bits. [default: 64]",
-        ),
+        bits_options,
         click.option(
             "--layout",
             type=click.Choice(["il16", "row"]),
@@ -77,26 +75,20 @@ def command(
     if destination is not None and output is not None:
         raise click.UsageError("STORE is given twice: as an argument and with --output")
     model, target = resolve_model(source), destination or output
-    wanted, named = wanted_quantization(options), not isinstance(model, Path)
-    if wanted is not None and target is None and not named:
-        # In the cache nobody would find it: a folder is looked up there by its content alone.
-        raise click.UsageError("--bits makes another model of MODEL; name the folder STORE for it")
     from aegis.engine.sources import find_source
 
-    stored = target is None and wanted is None
-    found = find_source(model, usual_layout(options), options["experts"], stored=stored)
-    show(converted(found, target, wanted, options, named), options)
+    layout, choice = usual_layout(options), wanted_quantization(options)
+    found = find_source(model, layout, options["experts"], choice, stored=target is None)
+    show(converted(found, target, options, named=not isinstance(model, Path)), options)
     return 0
 
 
-def wanted_quantization(options: Options) -> QuantSpec | None:
+def wanted_quantization(options: Options) -> Choice:
     """What --bits and --group-size ask for."""
-    from aegis.checkpoint.config import QuantSpec
+    from aegis.convert.targets import quantization
 
-    bits, group_size = options["bits"], options["group_size"]
-    if bits is None and group_size is not None:
-        raise click.UsageError("--group-size goes with --bits, which is not given")
-    return None if bits is None else QuantSpec(int(bits), int(group_size or 64))
+    chosen = bits_settings(options)
+    return quantization(chosen["bits"], chosen.get("group_size", 64))
 
 
 def usual_layout(options: Options) -> Layout:
@@ -111,9 +103,7 @@ def usual_layout(options: Options) -> Layout:
     return backend_layout(registry.resolve() if backend == "auto" else backend)
 
 
-def converted(
-    source: Source, target: Path | None, wanted: QuantSpec | None, options: Options, named: bool
-) -> Store:
+def converted(source: Source, target: Path | None, options: Options, named: bool) -> Store:
     """The store that is made of a model, or was made before.
 
     target: where; None: in the cache. named: ``source`` was found by a name, so that a store is as
@@ -131,10 +121,10 @@ def converted(
             return Store.open(source.path)
         raise click.UsageError(f"{source.path} is a store already; --experts 3bit adds to it")
     if isinstance(source, SyntheticSource):
-        store = _written(source.recipe, target, wanted, options, bar)
+        store = _written(source.recipe, target, options, bar)
     else:
-        store = _converted(replace(source, quantize=wanted), target, options, bar)
-    if target is None and wanted is None and not quiet:
+        store = _converted(source, target, options, bar)
+    if target is None and not quiet:
         note_older_stores(store.path)
     return store
 
@@ -149,12 +139,14 @@ def _converted(
     places = source.layout(layout)
     nbytes = places.resident_file_nbytes + sum(map(places.experts_nbytes, kinds))
     folder = target and target.absolute().parent
+    place = target or source.place(layout)
+    announce(source, place, options)
     source = source.brought(nbytes, DownloadBar(options["quiet"]), folder)
     # A store without a tokenizer that works could not be run: refused before anything is written.
     Tokenizer.open(source.folder)
     return convert(
         source.checkpoint,
-        target or source.place(layout),
+        place,
         layout=layout,
         experts3bit=options["experts"] == "3bit",
         quantize=source.quantize,
@@ -163,19 +155,11 @@ def _converted(
     )
 
 
-def _written(
-    recipe: Recipe,
-    target: Path | None,
-    wanted: QuantSpec | None,
-    options: Options,
-    bar: ProgressBar,
-) -> Store:
+def _written(recipe: Recipe, target: Path | None, options: Options, bar: ProgressBar) -> Store:
     """The store of random weights that ``synthetic:SHAPE`` names."""
     from aegis.synthetic.recipe import cached_path
     from aegis.synthetic.write import make
 
-    if wanted is not None:
-        raise click.UsageError(f"{recipe.name} has no numbers to quantise; leave --bits out")
     layout = usual_layout(options)
     return make(
         recipe,

@@ -98,6 +98,23 @@ def cap_option(help: str) -> Callable[[F], F]:
     return click.option("--cap", callback=_read_caps, metavar="SIZE", help=help)
 
 
+bits_options = all_of(
+    [
+        click.option(
+            "--bits",
+            type=click.Choice(["2", "3", "4", "5", "6", "8", "none"]),
+            help="What a plain checkpoint (BF16, F16 or F32) is quantised to while it is converted,"
+            " exactly as mlx_lm.convert does; none keeps its numbers. [default: as it was converted"
+            " last, or else 4]",
+        ),
+        click.option(
+            "--group-size",
+            type=click.Choice(["32", "64", "128"]),
+            help="Numbers that share a scale and a bias, with --bits. [default: 64]",
+        ),
+    ]
+)
+
 engine_options = all_of(
     [
         click.option(
@@ -134,6 +151,7 @@ engine_options = all_of(
             show_default=True,
             help="Which expert files to use.",
         ),
+        bits_options,
         click.option(
             "--embedding",
             type=click.Choice(["auto", "ram", "disk"]),
@@ -271,6 +289,16 @@ def choose_caps(options: Options) -> CapChoice:
     return CapChoice((cap,), note)
 
 
+def bits_settings(options: Options) -> Options:
+    """The fields of Settings that --bits and --group-size stand for."""
+    bits, group_size = options["bits"], options["group_size"]
+    if group_size is not None and bits in (None, "none"):
+        raise click.UsageError("--group-size goes with --bits and a width, which is not given")
+    if bits in (None, "none"):
+        return {"bits": bits or "auto"}
+    return {"bits": int(bits), "group_size": int(group_size or 64)}
+
+
 def engine_settings(options: Options) -> Options:
     """The fields of Settings (without the cap) that the options stand for."""
     same = (
@@ -289,9 +317,9 @@ def engine_settings(options: Options) -> Options:
         "threads": "threads",
         "device_cap_nbytes": "device_cap",
     }
-    return {name: options[name] for name in same} | {
-        field: options[name] for field, name in renamed.items()
-    }
+    chosen = {name: options[name] for name in same}
+    chosen |= {field: options[name] for field, name in renamed.items()}
+    return chosen | bits_settings(options)
 
 
 def refuse_contradictions(options: Options) -> None:

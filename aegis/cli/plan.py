@@ -22,6 +22,8 @@ from aegis.cli.source import resolve_model
 from aegis.errors import PlanError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from aegis.engine.sources import Model, Source
     from aegis.planner import MemoryPlan
 
@@ -58,10 +60,20 @@ def command(positional: str | None, **options: Any) -> int:
 def find_model(model: Model, options: Options) -> Source:
     """The store that MODEL stands for, or else what its store will be made of."""
     from aegis.engine.planning import backend_layout, choose_backend
-    from aegis.engine.sources import find_source
+    from aegis.engine.planning import find_model as find
+    from aegis.settings import Settings
 
-    layout = backend_layout(choose_backend(options["backend"]))
-    return find_source(model, layout, options["experts"])
+    backend = choose_backend(options["backend"])
+    source = find(model, backend, Settings(cap_nbytes=1, **engine_settings(options)))
+    announce(source, source.place(backend_layout(backend)), options)
+    return source
+
+
+def announce(source: Source, place: Path, options: Options) -> None:
+    """Say what is going to be made of a model at ``place``, where nobody asked for it."""
+    said = source.announcement(place)
+    if said is not None and not options["quiet"]:
+        note(said)
 
 
 def plan_for(source: Source, cap_nbytes: int, options: Options) -> MemoryPlan:

@@ -12,6 +12,7 @@ import click
 
 from aegis.cli.list import words_of
 from aegis.cli.options import json_option, quiet_option, usual_backend
+from aegis.cli.plan import announce
 from aegis.cli.report import SCHEMA_VERSION, note, print_json
 from aegis.errors import AegisError, StoreError, UsageError
 from aegis.planner import format_least, format_size
@@ -45,6 +46,7 @@ def command(model: str | None, **options: Any) -> int:
         store = Store.open(source.path)
         facts = {**_store_facts(store), **_sizes(store.layout)}
     else:
+        announce(source, source.place(usual), options)
         facts = {**_facts(source), **_sizes(source.layout(usual))}
     cap, reason = _smallest_cap(source, backend)
     if options["as_json"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
 from typing import Any, Protocol
@@ -228,6 +229,9 @@ class _Job:
         if (origin := Origin.of(path)) is not None:
             revisions = revisions_at(path)
             source |= {"repo": origin.repo, "commit": origin.commit, "revisions": revisions}
+        if self._quantize is not None:
+            plain = identity_of(self._checkpoint)
+            source |= {"quantized": asdict(self._quantize), "plain_identity": plain}
         if identity_of(self._checkpoint, self._quantize) != identity:
             raise CheckpointError(
                 f"{self._checkpoint.path} was changed while it was converted; convert it again"

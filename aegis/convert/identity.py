@@ -47,9 +47,9 @@ def identity_of(checkpoint: Checkpoint, quantize: QuantSpec | None = None) -> st
     Raises:
         CheckpointError: a file cannot be read.
     """
-    digest = hashlib.sha256()
     if quantize is not None:
-        digest.update(f"{quantize.bits} bits in groups of {quantize.group_size}\n".encode())
+        return quantised_identity(identity_of(checkpoint), quantize)
+    digest = hashlib.sha256()
     origin = Origin.of(checkpoint.path)
     if origin is None:
         digest.update((checkpoint.path / "config.json").read_bytes())
@@ -68,6 +68,12 @@ def identity_of(checkpoint: Checkpoint, quantize: QuantSpec | None = None) -> st
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read ({error.strerror})") from error
     return digest.hexdigest()
+
+
+def quantised_identity(identity: str, quantize: QuantSpec) -> str:
+    """The identity of what is made of a plain checkpoint that has this one."""
+    said = f"{identity}: {quantize.bits} bits in groups of {quantize.group_size}"
+    return hashlib.sha256(said.encode()).hexdigest()
 
 
 def _update(digest: hashlib._Hash, file: Path, timed: bool) -> None:

@@ -19,13 +19,14 @@ from aegis.engine.planning import (
     Request,
     backend_layout,
     choose_backend,
+    find_model,
     request_plan,
     resolve,
     store_nbytes,
 )
 from aegis.engine.recurrent import Recurrence
 from aegis.engine.sampling import warm_up
-from aegis.engine.sources import Model, Progress, find_source
+from aegis.engine.sources import Model, Progress
 from aegis.errors import AegisError, PlanError, ReadError, StoreError
 from aegis.kernels import registry
 from aegis.kernels.sizes import align_up
@@ -201,7 +202,7 @@ def open_model(
     backend = choose_backend(settings.backend)
     layout, experts = backend_layout(backend), settings.experts
     # Found once for all that follows: headers are read once.
-    source = find_source(model, layout, experts)
+    source = find_model(model, backend, settings)
     request = resolve(source, settings, backend)
     plan = request_plan(request)
     if not plan.feasible:

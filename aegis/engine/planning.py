@@ -9,6 +9,7 @@ from mmap import PAGESIZE
 from typing import TYPE_CHECKING, Any, cast
 
 from aegis.checkpoint.storage import DIRECT, Storage, storage_of
+from aegis.convert.targets import quantization
 from aegis.engine.backends import backend_errors
 from aegis.engine.limits import MemoryLimits, memory_limits
 from aegis.engine.memory import resident_nbytes
@@ -159,6 +160,16 @@ def choose_backend(name: str, checked: bool = True) -> str:
 def backend_layout(backend: str) -> Layout:
     """The store layout that a backend prefers."""
     return "row" if backend == "mlx" else "il16"
+
+
+def find_model(model: Model, backend: str, settings: Settings) -> Source:
+    """The store that a name stands for, or else what its store will be made of.
+
+    Raises:
+        As ``find_source``.
+    """
+    choice = quantization(settings.bits, settings.group_size)
+    return find_source(model, backend_layout(backend), settings.experts, choice)
 
 
 def compute_threads(requested: int | None) -> int:
@@ -379,5 +390,5 @@ def make_plan(model: Model, settings: Settings) -> MemoryPlan:
         planned. A plan that does not fit is returned with ``feasible`` false, not raised.
     """
     backend = choose_backend(settings.backend)
-    source = find_source(model, backend_layout(backend), settings.experts)
+    source = find_model(model, backend, settings)
     return request_plan(resolve(source, settings, backend))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
@@ -23,12 +24,14 @@ from aegis.convert.cache import (
     cached_store_path,
     ensure_store,
     hub_store,
+    is_quantised_so,
     open_store,
     refuse_without_3bit,
+    settled,
 )
 from aegis.convert.identity import embedded_path, model_name
 from aegis.convert.layout import layout_of_checkpoint
-from aegis.errors import StoreError
+from aegis.errors import StoreError, UsageError
 from aegis.kernels.base import Layout
 from aegis.settings import ExpertBits
 from aegis.synthetic.names import is_synthetic
@@ -37,6 +40,7 @@ from aegis.synthetic.recipe import Recipe, cached_path, recipe
 if TYPE_CHECKING:
     from aegis.checkpoint.config import QuantSpec
     from aegis.checkpoint.layout import StoreLayout
+    from aegis.convert.targets import Choice
     from aegis.hub.remote import OnDownload
 
 EMBEDDED = "embedded"
@@ -95,6 +99,10 @@ class StoreSource:
         """The folder of its store, there or not."""
         return self.path
 
+    def announcement(self, place: Path) -> str | None:
+        """What is to be said before its store is made there; None: nothing."""
+        return None
+
     def refuse_without_3bit(self, layout: Layout) -> None:
         """Before anything is made, which may take minutes and would not make them.
 
@@ -133,6 +141,8 @@ class CheckpointSource:
     checkpoint: Checkpoint
     quantize: QuantSpec | None = None
     """How a plain one is quantised while it is converted."""
+    asked: bool = True
+    """Whether somebody asked for that."""
     making: ClassVar[str] = "converting"
 
     @property
@@ -171,9 +181,19 @@ class CheckpointSource:
         """In the cache."""
         return cached_store_path(self.checkpoint, layout, self.quantize)
 
+    def announcement(self, place: Path) -> str | None:
+        """What is going to be made of a plain one, in a sentence, where nobody asked for it."""
+        spec = self.quantize
+        if self.asked or spec is None or is_store(place):
+            return None
+        return (
+            f"{self.name} is not quantised: {spec.bits}-bit codes in groups of {spec.group_size}"
+            " are made of it; --bits 8 makes others, --bits none keeps its numbers"
+        )
+
     def refuse_without_3bit(self, layout: Layout) -> None:
         """They are made by ``aegis convert`` alone."""
-        refuse_without_3bit(self.checkpoint, layout)
+        refuse_without_3bit(self.checkpoint, layout, self.quantize)
 
     def brought(
         self, store_nbytes: int, on_download: OnDownload | None, folder: Path | None = None
@@ -188,7 +208,7 @@ class CheckpointSource:
 
     def make(self, layout: Layout, experts: ExpertBits, progress: Progress | None) -> Store:
         """Converted, unless it was before."""
-        return ensure_store(self.checkpoint, layout, progress)
+        return ensure_store(self.checkpoint, layout, progress, self.quantize)
 
 
 @dataclass(frozen=True)
@@ -222,6 +242,10 @@ class SyntheticSource:
     def place(self, layout: Layout) -> Path:
         """In the cache."""
         return cached_path(self.recipe, layout)
+
+    def announcement(self, place: Path) -> str | None:
+        """Nothing; its name says what it is."""
+        return None
 
     def refuse_without_3bit(self, layout: Layout) -> None:
         """They are written where they are asked for."""
@@ -287,7 +311,12 @@ def meaning(model: Name) -> Named:
 
 
 def find_source(
-    model: Model, layout: Layout, experts: ExpertBits = "4bit", *, stored: bool = True
+    model: Model,
+    layout: Layout,
+    experts: ExpertBits = "4bit",
+    choice: Choice = "auto",
+    *,
+    stored: bool = True,
 ) -> Source:
     """The store that a name stands for, or else what its store will be made of.
 
@@ -295,10 +324,11 @@ def find_source(
 
     Args:
         experts: a store of random weights that lacks these will not do.
+        choice: how a plain checkpoint is quantised; a store that was made otherwise will not do.
         stored: False: what a store is made of is wanted, even where there is one in the cache.
 
     Raises:
-        UsageError: there is no such shape of random weights.
+        UsageError: there is no such shape of random weights, or nothing that could be quantised.
         HubError: the hub cannot be reached or refuses.
         CheckpointError, StoreError, TokenizerError: it is no model that aegis can run.
     """
@@ -306,41 +336,46 @@ def find_source(
         return model
     named = meaning(model)
     if isinstance(named, HubName):
-        return _of_hub(named, layout, stored)
+        return _here(named, layout, choice, stored) or _asked(named, layout, choice, stored)
     if isinstance(named, Recipe):
-        made = written(named, layout, experts) if stored else None
-        return SyntheticSource(named) if made is None else StoreSource(made)
-    return of_folder(named)
+        return _random(named, layout, experts, choice, stored)
+    if not is_store(named):
+        return of_checkpoint(Checkpoint.open(named), layout, choice)
+    if choice not in (None, "auto") and not is_quantised_so(Store.open(named), choice):
+        raise UsageError(f"{named} is a store already, which --bits cannot change; leave it out")
+    return StoreSource(named)
 
 
-def of_folder(folder: Path) -> Source:
-    """The store or checkpoint in a folder."""
-    return StoreSource(folder) if is_store(folder) else CheckpointSource(Checkpoint.open(folder))
+def of_checkpoint(checkpoint: Checkpoint, layout: Layout, choice: Choice) -> CheckpointSource:
+    """A checkpoint, and how it is quantised."""
+    return CheckpointSource(checkpoint, settled(checkpoint, layout, choice), choice != "auto")
 
 
-def written(recipe: Recipe, layout: Layout, experts: ExpertBits = "4bit") -> Path | None:
-    """The store of random weights in the cache that has these experts; None: there is none."""
+def _random(
+    recipe: Recipe, layout: Layout, experts: ExpertBits, choice: Choice, stored: bool
+) -> StoreSource | SyntheticSource:
+    """Random weights, written already or not."""
+    if choice not in (None, "auto"):
+        raise UsageError(f"{recipe.name} has no numbers to quantise; leave --bits out")
     target = cached_path(recipe, layout)
-    try:
-        store = Store.open(target)
-    except StoreError:
-        return None
-    return target if experts == "4bit" or store.has_3bit else None
+    with suppress(StoreError):
+        if stored and (Store.open(target).has_3bit or experts == "4bit"):
+            return StoreSource(target)
+    return SyntheticSource(recipe)
 
 
-def _of_hub(name: HubName, layout: Layout, stored: bool) -> Source:
-    return _here(name, layout, stored) or _asked(name, layout, stored)
-
-
-def _here(name: HubName, layout: Layout, stored: bool) -> Source | None:
+def _here(name: HubName, layout: Layout, choice: Choice, stored: bool) -> Source | None:
     """The store, or else the complete download, of a model on the hub; None: it is not here."""
-    folder = (hub_store(name, layout) if stored else None) or name.snapshot()
-    return None if folder is None else of_folder(folder)
+    if stored and (store := hub_store(name, layout, choice)) is not None:
+        return StoreSource(store)
+    folder = name.snapshot()
+    return None if folder is None else of_checkpoint(Checkpoint.open(folder), layout, choice)
 
 
-def _asked(name: HubName, layout: Layout, stored: bool) -> Source:
+def _asked(name: HubName, layout: Layout, choice: Choice, stored: bool) -> Source:
     """A tag of a commit that is here already needs no download."""
     from aegis.hub.remote import describe
 
     found = describe(name)
-    return _here(HubName(name.repo, found.commit), layout, stored) or CheckpointSource(found)
+    here = _here(HubName(name.repo, found.commit), layout, choice, stored)
+    return here or of_checkpoint(found, layout, choice)

@@ -76,8 +76,12 @@ def test_pull_asks_for_what_is_newest_and_run_does_not(here: FakeHub, aegis: Aeg
 
 def test_a_plain_model_is_pulled_and_quantised(here: FakeHub, aegis: Aegis, tmp_path: Path) -> None:
     here.repos[PLAIN] = Repo.of(GOLDENS / "qwen3_moe" / "hf_bf16")
+    assert f"{PLAIN} is not quantised: 4-bit codes" in aegis("plan", PLAIN, *SMALL).stderr
+    first = aegis("pull", PLAIN)
+    assert f"{PLAIN} is not quantised: 4-bit codes in groups of 64 are made of it" in first.stderr
     options = ("--bits", "4", "--experts", "3bit", "--json", "-q")
     pulled = aegis("pull", PLAIN, *options).json
+    assert first.stdout == f"{pulled['store']}\n"
     assert pulled["experts"] == ["4bit", "3bit"]
     shown = aegis("show", PLAIN, "--json").json
     assert shown["path"] == pulled["store"]
@@ -88,6 +92,22 @@ def test_a_plain_model_is_pulled_and_quantised(here: FakeHub, aegis: Aegis, tmp_
     assert again == pulled
     assert "tokenizer.json" not in here.sent
     assert len(cached(tmp_path / "aegis")) == 1
+    here.asked.clear()
+    ran = aegis("run", PLAIN, *RUN)
+    assert (ran.returncode, "not quantised" in ran.stderr) == (0, False)
+    assert aegis("run", PLAIN, *RUN, "-q", "--experts", "3bit").returncode == 0
+    assert here.asked == []
+    kept = aegis("pull", PLAIN, "--bits", "none")
+    assert (kept.returncode, "not quantised" in kept.stderr) == (0, False)
+    assert "older store" not in kept.stderr
+    assert aegis("show", PLAIN, "--json").json["experts"]["gate_proj"] == "bf16"
+    for bits, experts in (("none", "bf16"), ("4", "4bit")):
+        here.asked.clear()
+        assert aegis("run", PLAIN, *RUN, "-q", "--bits", bits).returncode == 0
+        assert here.asked == []
+        pulled = aegis("pull", PLAIN, "-q", "--bits", bits).stdout.strip()
+        assert aegis("show", pulled, "--json").json["experts"]["gate_proj"] == experts
+    assert len(cached(tmp_path / "aegis")) == 2
 
 
 def test_plan_and_show_say_what_a_download_would_take(
