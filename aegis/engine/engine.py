@@ -83,14 +83,15 @@ class Engine:
         of the Hugging Face hub, which is downloaded before.
 
         Args:
-            path: folder, or as text ``ORG/NAME`` or ``ORG/NAME@REVISION`` on the hub; None is the
-                embedded model.
+            path: folder, or as text ``ORG/NAME`` or ``ORG/NAME@REVISION`` on the hub, or
+                ``synthetic:SHAPE``; None is the embedded model. See ``aegis.engine.sources``.
             cap: the memory cap, as bytes or as text such as ``"200MiB"``.
             progress: called with (done, total) bytes while converting.
             on_plan: called with the plan before anything large is downloaded or allocated.
             on_download: called with (done, total, sentence) while downloading: bytes, and what goes
                 where.
-            options: fields of ``aegis.settings.Settings``: backend, context, experts, embedding,
+            options: fields of ``aegis.settings.Settings``: backend, context, experts, bits and
+                group_size (of a plain checkpoint, quantised to 4 bits otherwise), embedding,
                 policy, guess, guess_width, io_threads, threads, prefill_step, max_slots,
                 activations; ``device_cap``, as bytes or text: what may lie in the memory of an
                 NVIDIA GPU, while ``cap`` is for the host alone.
