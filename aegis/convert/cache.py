@@ -207,8 +207,9 @@ def refuse_without_3bit(
             return
     origin = Origin.of(Path(path))
     folder = os.fspath(path) if origin is None else origin.repo
+    bits = f" --bits {quantize.bits} --group-size {quantize.group_size}" if quantize else ""
     raise StoreError(
-        f"{folder} has no 3-bit experts yet; make them with 'aegis convert --experts 3bit"
+        f"{folder} has no 3-bit experts yet; make them with 'aegis convert --experts 3bit{bits}"
         f" {shlex.quote(folder)}'"
     )
 

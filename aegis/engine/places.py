@@ -9,9 +9,9 @@ from typing import get_args
 from aegis.checkpoint.hub_cache import HubName
 from aegis.checkpoint.store import is_store
 from aegis.convert.cache import cache_folder, hub_store, model_stores
-from aegis.convert.identity import model_name
+from aegis.convert.identity import embedded_path, model_name
 from aegis.convert.stores import Place, places
-from aegis.engine.sources import Named, meaning
+from aegis.engine.sources import EMBEDDED, Named, meaning
 from aegis.errors import StoreError, UsageError
 from aegis.kernels.base import Layout
 from aegis.synthetic.names import is_synthetic
@@ -42,12 +42,14 @@ def stores_of(named: Named) -> list[Path]:
 
 def find_places(model: str) -> list[Place]:
     """The places that are meant by a name that ``aegis list`` shows, the folder of a store in the
-    cache or of a model, ORG/NAME[@REVISION], or synthetic:SHAPE[@SEED].
+    cache or of a model, ORG/NAME[@REVISION], synthetic:SHAPE[@SEED], or embedded.
 
     Raises:
         UsageError: there are none.
     """
     path = Path(os.path.abspath(os.path.expanduser(model)))
+    if model == EMBEDDED and not path.is_dir():
+        path = embedded_path()
     known = {place.path: place for place in places()}
     if path in known:
         return [known[path]]

@@ -187,8 +187,8 @@ class CheckpointSource:
         if self.asked or spec is None or is_store(place):
             return None
         return (
-            f"{self.name} is not quantised: {spec.bits}-bit codes in groups of {spec.group_size}"
-            " are made of it; --bits 8 makes others, --bits none keeps its numbers"
+            f"the numbers of {self.name} become {spec.bits}-bit codes in groups of"
+            f" {spec.group_size}; --bits 8 makes others, --bits none keeps them"
         )
 
     def refuse_without_3bit(self, layout: Layout) -> None:

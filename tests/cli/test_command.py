@@ -258,7 +258,7 @@ def test_a_plain_checkpoint_is_quantised_into_a_store_that_runs(
     plain = str(write_checkpoint(tmp_path / "plain", dense=True))
     made = aegis("convert", plain, "store", "--experts", "3bit", "--json")
     assert json.loads(made.stdout)["experts"] == ["4bit", "3bit"], made.stderr
-    assert "plain is not quantised: 4-bit codes in groups of 64 are made of it" in made.stderr
+    assert "the numbers of plain become 4-bit codes in groups of 64; --bits 8" in made.stderr
     done = aegis("run", "store", "one", "--raw", "-n", "4", "--ignore-eos", "-q", *SMALL)
     assert done.returncode == 0, done.stderr
     other = aegis("convert", plain, "store", "--bits", "4", "--group-size", "32")

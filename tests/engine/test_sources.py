@@ -24,7 +24,7 @@ from aegis.engine.sources import (
     find_source,
     meaning,
 )
-from aegis.errors import CheckpointError, UsageError
+from aegis.errors import CheckpointError, StoreError, UsageError
 from aegis.synthetic.recipe import Recipe, cached_path, recipe
 from aegis.synthetic.write import make
 
@@ -146,7 +146,7 @@ def test_what_becomes_of_a_plain_checkpoint_is_said_where_nobody_asked(plain: Pa
     assert source.place("il16") == cached_store_path(plain, "il16", USUAL)
     said = source.announcement(source.place("il16"))
     assert said is not None
-    assert "plain is not quantised: 4-bit codes in groups of 64 are made of it" in said
+    assert "the numbers of plain become 4-bit codes in groups of 64; --bits 8 makes" in said
     asked = find_source(plain, "il16", choice=USUAL)
     assert asked.place("il16") == source.place("il16")
     kept = find_source(plain, "il16", choice=None)
@@ -155,6 +155,18 @@ def test_what_becomes_of_a_plain_checkpoint_is_said_where_nobody_asked(plain: Pa
         assert other.announcement(other.place("il16")) is None
     source.make("il16", "4bit", None)
     assert source.announcement(source.place("il16")) is None
+
+
+def test_the_command_that_makes_3bit_experts_is_named_as_it_must_be_given(plain: Path) -> None:
+    command = f"aegis convert --experts 3bit --bits 4 --group-size 32 {plain}"
+    with pytest.raises(StoreError, match=command):
+        Engine.open(plain, cap="1GiB", experts="3bit", bits=4, group_size=32, **SMALL)
+
+
+def test_the_stores_of_the_embedded_model_are_found_by_that_word() -> None:
+    place = cached_store_path(embedded_path(), "row")
+    place.mkdir(parents=True)
+    assert [found.path for found in find_places("embedded")] == [place]
 
 
 def test_what_is_no_plain_checkpoint_is_not_quantised(plain: Path, tmp_path: Path) -> None:
