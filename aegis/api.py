@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aegis.errors import UsageError
@@ -14,6 +13,7 @@ if TYPE_CHECKING:
     from aegis.engine.engine import Engine
     from aegis.engine.generate import FinishReason
     from aegis.engine.sampling import Sampler
+    from aegis.engine.sources import Model
     from aegis.planner import MemoryPlan
     from aegis.text.tokenizer import Tokenizer
 
@@ -36,25 +36,23 @@ class GenerationResponse:
     """GB (10^9 bytes), as in mlx-lm; ``Engine.ledger`` has the exact figures."""
 
 
-def plan(path: str | Path | None = None, cap: str | int = "4GiB", **options: Any) -> MemoryPlan:
-    """The memory plan for a store or checkpoint (None: the embedded model); nothing is written.
+def plan(path: Model = None, cap: str | int = "4GiB", **options: Any) -> MemoryPlan:
+    """The memory plan for a store or checkpoint, or for ``ORG/NAME`` on the Hugging Face hub (None:
+    the embedded model); nothing is downloaded but headers, nothing is written.
 
     Args:
         options: fields of ``aegis.settings.Settings``.
 
     Raises:
-        CheckpointError, StoreError, UsageError: the request cannot be planned. A plan that does
-        not fit is returned with ``feasible`` false.
+        HubError, CheckpointError, StoreError, UsageError: the request cannot be planned. A plan
+        that does not fit is returned with ``feasible`` false.
     """
-    from aegis.convert.cache import embedded_path
     from aegis.engine.planning import make_plan, settings_for
 
-    return make_plan(embedded_path() if path is None else path, settings_for(cap, options))
+    return make_plan(path, settings_for(cap, options))
 
 
-def load(
-    path: str | Path | None = None, cap: str | int = "4GiB", **options: Any
-) -> tuple[Engine, Tokenizer]:
+def load(path: Model = None, cap: str | int = "4GiB", **options: Any) -> tuple[Engine, Tokenizer]:
     """Open a model under a cap; returns (model, tokenizer). See ``Engine.open``."""
     from aegis.engine.engine import Engine
 

@@ -55,6 +55,10 @@ class StoreError(AegisError):
     """A converted store is damaged, incomplete or of another version."""
 
 
+class HubError(AegisError):
+    """The Hugging Face hub cannot be reached, or refuses what was asked of it."""
+
+
 class ReadError(AegisError):
     """Reading expert or embedding data failed while running."""
 

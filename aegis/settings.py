@@ -78,6 +78,7 @@ def runtime_figures(backend: str, tokenizer_nbytes: int) -> RuntimeFigures:
 EmbeddingMode = Literal["auto", "ram", "disk"]
 ExpertBits = Literal["4bit", "3bit"]
 Activations = Literal["auto", "f32", "bf16", "f16"]
+Bits = Literal["auto", "none"] | int
 
 BACKENDS = ("auto", "mlx", "native", "reference")
 
@@ -127,6 +128,11 @@ class Settings:
     backend: str = field(default_factory=default_backend)
     context: int | None = None
     experts: ExpertBits = "4bit"
+    bits: Bits = "auto"
+    """What a plain checkpoint is quantised to while it is converted; ``none`` keeps its numbers.
+    auto: what was made of it last, or else 4."""
+    group_size: int = 64
+    """Numbers that share a scale and a bias then."""
     embedding: EmbeddingMode = "auto"
     policy: str = "lfu"
     guess: str = "cross-layer"

@@ -14,6 +14,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -201,3 +202,22 @@ def _answer(work: Callable[[], object], write: int, limit_s: int) -> None:
         except BaseException:
             stream.write(traceback.format_exc())
     os._exit(0)
+
+
+class Failing:
+    """Lets the n-th call of some functions of os fail; counts all."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, error: int, at: int, *names: str) -> None:
+        self.calls = 0
+        self._error, self._at = error, at
+        for name in names:
+            patch.setattr(os, name, self._wrapped(getattr(os, name)))
+
+    def _wrapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def failing(*args: Any, **options: Any) -> Any:
+            self.calls += 1
+            if self.calls == self._at:
+                raise OSError(self._error, os.strerror(self._error))
+            return function(*args, **options)
+
+        return failing

@@ -22,17 +22,22 @@ BELOW = {
     "aegis.errors",
     "aegis.settings",
     "aegis.heap",
+    "aegis.child",
 }
 CHECKPOINT = BELOW | {"aegis.checkpoint"}
-ENGINE = CHECKPOINT | {"aegis.models", "aegis.text", "aegis.convert", "aegis.embedded"}
+MAKING = CHECKPOINT | {"aegis.models", "aegis.convert", "aegis.embedded"}
+ENGINE = MAKING | {"aegis.text", "aegis.hub", "aegis.synthetic"}
 INNER = {
     "aegis.errors": set(),
     "aegis.heap": set(),
+    "aegis.child": set(),
     "aegis.settings": {"aegis.errors"},
     "aegis.embedded": {"aegis.errors"},
     "aegis.checkpoint": BELOW,
     "aegis.convert": CHECKPOINT | {"aegis.models", "aegis.embedded"},
+    "aegis.hub": CHECKPOINT | {"aegis.models", "aegis.convert"},
     "aegis.models": CHECKPOINT,
+    "aegis.synthetic": MAKING,
     "aegis.text": CHECKPOINT,
     "aegis.engine": ENGINE,
     "aegis.api": ENGINE | {"aegis.engine"},

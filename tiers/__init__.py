@@ -10,6 +10,7 @@ from aegis.tiers.errors import (
     ReadPoolError,
     SlotError,
     TiersError,
+    TraceError,
 )
 from aegis.tiers.facade import ExpertTiers
 from aegis.tiers.guess import GUESS_KINDS
@@ -19,7 +20,7 @@ from aegis.tiers.slots import SlotPool
 from aegis.tiers.staging import Batch, LayerVisit
 from aegis.tiers.stats import Counters, TierStats
 from aegis.tiers.store import ExpertFiles
-from aegis.tiers.trace import RoutingTrace
+from aegis.tiers.trace import RoutingTrace, TraceRecorder
 
 __all__ = [
     "GUESS_KINDS",
@@ -43,5 +44,7 @@ __all__ = [
     "SlotPool",
     "TierStats",
     "TiersError",
+    "TraceError",
+    "TraceRecorder",
     "open_read_pool",
 ]

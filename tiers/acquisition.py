@@ -147,7 +147,8 @@ class Acquisition:
         self.complete = True
         slots, hot = self._queue.slots, self._hot
         key_of, pins, hot_index, touch = slots.key_of, slots.pins, slots.hot_index, hot.policy.touch
-        for slot in self._held:
+        # By key, not as they came: who stays must not depend on the disk's order.
+        for slot in sorted(self._held, key=key_of.__getitem__):
             pins[slot] -= 1
             touch(key_of[slot])
             if hot_index[slot] == NOWHERE and not hot.consider(slot):

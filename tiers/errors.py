@@ -21,6 +21,10 @@ class ReadPoolError(TiersError):
     """The system gives no thread that could read."""
 
 
+class TraceError(TiersError):
+    """A file is no trace, or a damaged one."""
+
+
 class SlotError(TiersError):
     """A slot was asked for something that its state does not allow."""
 

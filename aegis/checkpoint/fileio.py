@@ -11,6 +11,8 @@ import mmap
 import os
 import sys
 import zlib
+from collections.abc import Iterable
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -187,7 +189,10 @@ class UncachedWriter:
             self.write(np.zeros(missing, dtype=np.uint8))
 
     def _flush(self) -> None:
-        view = self._buffer[: self._fill].data
+        self._write_out(self._buffer[: self._fill].data)
+        self._fill = 0
+
+    def _write_out(self, view: memoryview) -> None:
         while view:
             try:
                 count = os.pwrite(self._fd, view, self._on_disk)
@@ -198,7 +203,6 @@ class UncachedWriter:
                 continue
             view = view[count:]
             self._on_disk += count
-        self._fill = 0
         if not self._direct:
             os.fdatasync(self._fd) if hasattr(os, "fdatasync") else os.fsync(self._fd)
             drop_pages(self._fd)
@@ -207,10 +211,13 @@ class UncachedWriter:
         leave_direct(self._fd)
         self._direct = False
 
+    def _finish(self) -> None:
+        self._flush()
+
     def close(self) -> None:
         """Write what is buffered and wait until everything is on the disk."""
         try:
-            self._flush()
+            self._finish()
             os.fsync(self._fd)
             drop_pages(self._fd)
         finally:
@@ -244,19 +251,26 @@ def write_file(path: Path, data: bytes) -> None:
     sync_folder(path.parent)
 
 
-def copy_file(source: Path, target: Path) -> tuple[int, int]:
-    """Copy a file in pieces, leaving neither in the page cache; its size and CRC-32."""
+def write_pieces(path: Path, pieces: Iterable[bytes]) -> tuple[int, int]:
+    """Write a new file, leaving nothing in the page cache; its size and CRC-32."""
     size = crc = 0
-    with source.open("rb", buffering=0) as reader, target.open("xb", buffering=0) as writer:
-        while piece := _next_piece(source, reader):
+    with path.open("xb", buffering=0) as writer:
+        for piece in pieces:
             crc, size = zlib.crc32(piece, crc), size + len(piece)
             view = memoryview(piece)
             while view:
                 view = view[writer.write(view) :]
         os.fsync(writer.fileno())
-        drop_pages(reader.fileno())
         drop_pages(writer.fileno())
     return size, crc
+
+
+def copy_file(source: Path, target: Path) -> tuple[int, int]:
+    """Copy a file in pieces, leaving neither in the page cache; its size and CRC-32."""
+    with source.open("rb", buffering=0) as reader:
+        written = write_pieces(target, iter(partial(_next_piece, source, reader), b""))
+        drop_pages(reader.fileno())
+    return written
 
 
 def _next_piece(path: Path, reader: FileIO) -> bytes:

@@ -72,18 +72,36 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     """
     try:
         size = regular_nbytes(path)
-        start = read_regular(path, 8, 0, 8)
-        if start == _LFS_POINTER:
-            raise CheckpointError(f"{path} is a pointer of Git LFS; fetch the file: git lfs pull")
-        length = int.from_bytes(start, "little")
-        if size < 8 or length > size - 8:
-            raise CheckpointError(_not_whole(path, length, size))
+        length = header_nbytes(path, size, read_regular(path, 8, 0, 8))
         header = read_regular(path, MAX_HEADER_NBYTES, 8, length)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing; a checkpoint folder needs it") from None
     except FileDamageError as error:
         raise CheckpointError(error.about(path)) from error
-    begin = 8 + length
+    return parse_header(path, size, header)
+
+
+def header_nbytes(path: Path, size: int, start: bytes) -> int:
+    """The length of the header of a file of ``size`` bytes that begins with ``start``, 8 of them.
+
+    Raises:
+        CheckpointError: the file cannot have such a header.
+    """
+    if start == _LFS_POINTER:
+        raise CheckpointError(f"{path} is a pointer of Git LFS; fetch the file: git lfs pull")
+    length = int.from_bytes(start, "little")
+    if size < 8 or length > size - 8:
+        raise CheckpointError(_not_whole(path, length, size))
+    return length
+
+
+def parse_header(path: Path, size: int, header: bytes) -> dict[str, TensorInfo]:
+    """Every tensor by name of a file of ``size`` bytes, which need not be here, by its header.
+
+    Raises:
+        CheckpointError: the header is damaged, or the file is truncated.
+    """
+    begin = 8 + len(header)
     tensors = [_tensor(path, name, entry, begin) for name, entry in _entries(path, header)]
     _check_ranges(path, tensors, begin, size)
     return {tensor.name: tensor for tensor in tensors}

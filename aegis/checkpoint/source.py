@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from aegis.checkpoint.config import ModelConfig, load_config, read_json
 from aegis.checkpoint.plainfile import shown, shown_name
@@ -43,30 +46,79 @@ class Checkpoint:
         folder = Path(path)
         if not os.path.isdir(folder):  # Path's raises where a name is too long
             raise CheckpointError(
-                f"{folder} is not a folder with a checkpoint or a store; give the path of one:"
-                " models are not downloaded by name"
+                f"{folder} is not a folder with a checkpoint or a store; give the path of one, or"
+                " ORG/NAME of a model on the Hugging Face hub"
             )
-        config = load_config(folder)
-        index = folder / INDEX
-        weight_map = _weight_map(index) if os.path.lexists(index) else None
-        names = _indexed_files(folder, weight_map) if weight_map else _lone_files(folder)
-        tensors: dict[str, TensorInfo] = {}
-        for name in names:
-            for tensor in read_header(folder / name).values():
-                if tensor.name in tensors:
-                    other = tensors[tensor.name].path.name
-                    raise CheckpointError(
-                        f"{folder} holds {shown_name(tensor.name)} in {other} and in {name};"
-                        " download both again"
-                    )
-                tensors[tensor.name] = tensor
-        if weight_map:
-            _check_index(index, weight_map, tensors)
+        config, index = load_config(folder), _read_index(folder)
+        names = shard_names(folder, index, _present(folder))
+        tensors = join(folder, index, {name: read_header(folder / name) for name in names})
         return cls(folder, config, tensors, tuple(folder / name for name in names))
 
 
-def _weight_map(index: Path) -> dict[str, str]:
-    weight_map = read_json(index).get("weight_map")
+def weight_files(folder: Path) -> list[str]:
+    """The names of all files with tensors.
+
+    Raises:
+        CheckpointError: one is missing or too many, by the index or by the numbers in the names.
+    """
+    return shard_names(folder, _read_index(folder), _present(folder))
+
+
+def _present(folder: Path) -> set[str]:
+    """What can be opened: not links that lead nowhere."""
+    try:
+        return {name for name in os.listdir(folder) if (folder / name).exists()}
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read ({error.strerror})") from error
+
+
+def _read_index(folder: Path) -> dict[str, Any] | None:
+    index = folder / INDEX
+    return read_json(index) if os.path.lexists(index) else None
+
+
+def shard_names(
+    folder: Path, index: Mapping[str, Any] | None, present: Collection[str]
+) -> list[str]:
+    """Which of the files that are ``present`` in a checkpoint folder hold its tensors.
+
+    ``index``: the content of model.safetensors.index.json, if there is one.
+
+    Raises:
+        CheckpointError: one is missing or too many.
+    """
+    if index is None:
+        return _lone_files(folder, present)
+    return _indexed_files(folder, _weight_map(folder / INDEX, index), present)
+
+
+def join(
+    folder: Path,
+    index: Mapping[str, Any] | None,
+    headers: Mapping[str, Mapping[str, TensorInfo]],
+) -> dict[str, TensorInfo]:
+    """The tensors of all files by name; ``headers`` has those of each file.
+
+    Raises:
+        CheckpointError: two files hold the same one, or the index says something else.
+    """
+    tensors: dict[str, TensorInfo] = {}
+    for name, header in headers.items():
+        for tensor in header.values():
+            if tensor.name in tensors:
+                other = tensors[tensor.name].path.name
+                raise CheckpointError(
+                    f"{folder} holds {shown_name(tensor.name)} in {other} and in {name};"
+                    " download both again"
+                )
+            tensors[tensor.name] = tensor
+    if index is not None:
+        _check_index(folder / INDEX, _weight_map(folder / INDEX, index), tensors)
+    return tensors
+
+
+def _weight_map(index: Path, content: Mapping[str, Any]) -> dict[str, str]:
+    weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map; download it again")
     for name, file in weight_map.items():
@@ -88,16 +140,19 @@ def _is_file_name(file: object) -> bool:
     )
 
 
-def _indexed_files(folder: Path, weight_map: dict[str, str]) -> list[str]:
+def _weights_among(present: Collection[str]) -> list[str]:
+    return sorted(name for name in present if fnmatchcase(name, "model*.safetensors"))
+
+
+def _indexed_files(folder: Path, weight_map: dict[str, str], present: Collection[str]) -> list[str]:
     """The shards that the index names; all must exist, and no further shard may."""
     names = sorted(set(weight_map.values()))
     for name in names:
-        if not (folder / name).exists():
+        if name not in present:
             raise CheckpointError(
                 f"{folder / name} is missing, though {INDEX} names it; download it again"
             )
-    present = {file.name for file in folder.glob("model*.safetensors")}
-    unlisted = sorted(present - set(names))
+    unlisted = [name for name in _weights_among(present) if name not in names]
     if unlisted:
         raise CheckpointError(
             f"{folder / unlisted[0]} is not listed in {INDEX}; the index or the file is wrong"
@@ -105,9 +160,9 @@ def _indexed_files(folder: Path, weight_map: dict[str, str]) -> list[str]:
     return names
 
 
-def _lone_files(folder: Path) -> list[str]:
+def _lone_files(folder: Path, listed: Collection[str]) -> list[str]:
     """The files of a checkpoint without an index: model.safetensors or all of a set of shards."""
-    present = sorted(file.name for file in folder.glob("model*.safetensors"))
+    present = _weights_among(listed)
     if not present:
         raise CheckpointError(
             f"{folder} holds no model*.safetensors file; give the folder of a model in MLX's"

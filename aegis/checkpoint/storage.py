@@ -138,6 +138,15 @@ def nearest_folder(folder: Path) -> Path:
     return next((path for path in (folder, *folder.parents) if os.path.isdir(path)), Path("/"))
 
 
+def free_nbytes(folder: Path) -> int | None:
+    """Space that this user may still fill; None: unknown, or the file system counts none."""
+    try:
+        disk = os.statvfs(folder)
+    except OSError:
+        return None
+    return disk.f_bavail * disk.f_frsize if disk.f_blocks else None
+
+
 def file_system(place: Path, root: Path = Path("/")) -> str | None:
     """The type of the mount that a place lies in, as /proc names it; None: unknown."""
     wanted, best, kind = str(place.resolve()), -1, None

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from aegis.cli.options import Options, engine_settings
 from aegis.cli.report import SCHEMA_VERSION, note_older_stores
+from aegis.cli.source import Request, told_from_prompt
 
 if TYPE_CHECKING:
     from aegis.engine.engine import Engine
     from aegis.engine.generate import Clock
     from aegis.engine.sampling import Sampler
+    from aegis.engine.sources import Name
     from aegis.planner import MemoryPlan
 
 Messages = list[dict[str, str]]
@@ -38,36 +40,39 @@ class Answer:
 
 
 def open_engine(
-    model: Path | None,
+    request: Request,
     cap_nbytes: int,
     options: Options,
     on_plan: Callable[[MemoryPlan], None] | None,
 ) -> Engine:
     """Open the model with the command line's settings."""
-    from aegis.cli.progress import ProgressBar
-    from aegis.convert.cache import embedded_path
+    from aegis.cli.plan import find_model
+    from aegis.cli.progress import DownloadBar, ProgressBar
     from aegis.engine.engine import Engine
 
-    bar = ProgressBar("converting", options["quiet"])
-    engine = Engine.open(
-        model,
-        cap=cap_nbytes,
-        progress=bar,
-        on_plan=on_plan,
-        **engine_settings(options),
-    )
+    model = request.model
+    with told_from_prompt(request):
+        source = find_model(model, options)
+        bar = ProgressBar(source.making, options["quiet"])
+        engine = Engine.open(
+            source,
+            cap=cap_nbytes,
+            progress=bar,
+            on_plan=on_plan,
+            on_download=DownloadBar(options["quiet"]),
+            **engine_settings(options),
+        )
     if bar.used and not options["quiet"]:
-        note_older_stores(model or embedded_path(), engine.store.layout.layout)
+        note_older_stores(engine.store.path)
     if options["chat_template"] is not None:
         _use_template(engine, model, options["chat_template"])
     return engine
 
 
-def _use_template(engine: Engine, model: Path | None, template: str) -> None:
-    from aegis.convert.cache import embedded_path
+def _use_template(engine: Engine, model: Name, template: str) -> None:
     from aegis.text.chat_template import ChatTemplates
 
-    folder = embedded_path() if model is None else model
+    folder = model if isinstance(model, Path) else engine.store.path
     config = folder / "tokenizer_config.json"
     known = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
     engine.tokenizer.chat_templates = ChatTemplates.find(folder, known, template)
@@ -87,6 +92,15 @@ def make_sampler(options: Options) -> Sampler:
         seed=options["seed"],
         repeat_penalty=options["repeat_penalty"],
     )
+
+
+def chosen_sampler(engine: Engine, options: Options, sampler: Sampler) -> Sampler:
+    """The sampler, or with ``--forced`` the one that takes its place."""
+    if not options["forced"]:
+        return sampler
+    from aegis.engine.forced import ForcedSampler
+
+    return ForcedSampler(options["seed"] or 0, engine.tokenizer.vocab_size)
 
 
 def first_messages(options: Options) -> Messages:
@@ -122,7 +136,7 @@ def generate(
         options["max_tokens"],
         sampler,
         stop=options["stop"],
-        ignore_eos=options["ignore_eos"],
+        ignore_eos=options["ignore_eos"] or options["forced"],
     )
     for step in steps:
         if step.token is not None:

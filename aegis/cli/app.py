@@ -16,7 +16,19 @@ from aegis.cli.wrong_usage import sentence
 from aegis.errors import BARE_SOURCES, AegisError
 
 INTERRUPTED = 130
-VERBS = ("run", "plan", "sweep", "convert", "verify", "doctor")
+VERBS = (
+    "run",
+    "plan",
+    "sweep",
+    "pull",
+    "convert",
+    "list",
+    "show",
+    "rm",
+    "verify",
+    "trace",
+    "doctor",
+)
 
 
 class LazyGroup(click.Group):

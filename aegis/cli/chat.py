@@ -7,7 +7,6 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Literal
 
@@ -16,7 +15,7 @@ from aegis.cli.conversation import Conversation
 from aegis.cli.options import Options
 from aegis.cli.report import check_cap, figures, note, note_ledger, note_plan
 from aegis.cli.signals import Ended, Heard, end
-from aegis.cli.source import readable
+from aegis.cli.source import Request, readable
 from aegis.errors import ReadError, TokenizerError, UsageError
 
 if TYPE_CHECKING:
@@ -27,13 +26,13 @@ HELP = "/clear forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C ends an 
 _COMMAND = re.compile(r"/[a-z]+")
 
 
-def chat(model: Path | None, cap_nbytes: int, options: Options) -> int:
+def chat(request: Request, cap_nbytes: int, options: Options) -> int:
     """Talk until /exit or Ctrl-D; the history is kept and sent with every turn."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - line editing in input()
     sampler = make_sampler(options)
     on_plan = None if options["quiet"] else note_plan
-    with open_engine(model, cap_nbytes, options, on_plan) as engine:
+    with open_engine(request, cap_nbytes, options, on_plan) as engine:
         if not options["quiet"]:
             note(f"{engine.name}: {engine.describe()}")
             note(HELP)

@@ -8,17 +8,48 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from aegis.cli.options import json_option, quiet_option, usual_backend
-from aegis.cli.plan import model_folder
-from aegis.cli.progress import ProgressBar
+from aegis.cli.options import (
+    Options,
+    all_of,
+    bits_options,
+    bits_settings,
+    json_option,
+    quiet_option,
+    usual_backend,
+)
+from aegis.cli.plan import announce
+from aegis.cli.progress import DownloadBar, ProgressBar
 from aegis.cli.report import SCHEMA_VERSION, note_older_stores, print_json
 from aegis.cli.source import resolve_model
 from aegis.cli.streams import tell
 
 if TYPE_CHECKING:
-    from aegis.checkpoint.config import QuantSpec
     from aegis.checkpoint.store import Store
+    from aegis.convert.targets import Choice
+    from aegis.engine.sources import CheckpointSource, Source
     from aegis.kernels.base import Layout
+    from aegis.synthetic.recipe import Recipe
+
+conversion_options = all_of(
+    [
+        click.option(
+            "--experts",
+            type=click.Choice(["4bit", "3bit"]),
+            default="4bit",
+            show_default=True,
+            help="3bit adds 3-bit expert files, also to a store that is there already.",
+        ),
+        bits_options,
+        click.option(
+            "--layout",
+            type=click.Choice(["il16", "row"]),
+            help="il16 for the CPU kernels, row for MLX. [default: for what computes without"
+            " --backend]",
+        ),
+        json_option,
+        quiet_option,
+    ]
+)
 
 
 @click.command("convert", short_help="Convert a model into a store that experts stream from.")
@@ -31,58 +62,119 @@ if TYPE_CHECKING:
     metavar="STORE",
     help="The same as the second argument; the embedded model needs no first one then.",
 )
-@click.option(
-    "--experts",
-    type=click.Choice(["4bit", "3bit"]),
-    default="4bit",
-    show_default=True,
-    help="3bit adds 3-bit expert files, also to a store that is there already.",
-)
-@click.option(
-    "--bits",
-    type=click.Choice(["2", "3", "4", "5", "6", "8"]),
-    help="Quantise a plain checkpoint (BF16, F16 or F32) to codes of this width, exactly as"
-    " mlx_lm.convert does. Needs STORE. [default: its numbers are kept]",
-)
-@click.option(
-    "--group-size",
-    type=click.Choice(["32", "64", "128"]),
-    help="Numbers that share a scale and a bias, with --bits. [default: 64]",
-)
-@click.option(
-    "--layout",
-    type=click.Choice(["il16", "row"]),
-    help="il16 for the CPU kernels, row for MLX. [default: for what computes without --backend]",
-)
-@json_option
-@quiet_option
+@conversion_options
 def command(
-    source: str | None,
-    destination: Path | None,
-    output: Path | None,
-    experts: str,
-    bits: str | None,
-    group_size: str | None,
-    layout: Layout | None,
-    **options: Any,
+    source: str | None, destination: Path | None, output: Path | None, **options: Any
 ) -> int:
     """Convert MODEL (the embedded one if absent) into the folder STORE.
 
     Without STORE it goes to the cache, where ``aegis run MODEL`` looks for it. What is
-    converted already is not converted again. Prints the store's folder.
+    converted already is not converted again. A model of the hub is downloaded first. The store of
+    synthetic:SHAPE[@SEED], a model of random weights, is written in place. Prints the store's
+    folder.
     """
     if destination is not None and output is not None:
         raise click.UsageError("STORE is given twice: as an argument and with --output")
-    wanted = _wanted(bits, group_size, destination or output)
-    folder = model_folder(resolve_model(source))
-    from aegis.checkpoint.store import is_store
+    model, target = resolve_model(source), destination or output
+    from aegis.engine.sources import find_source
 
-    layout = layout or _usual_layout()
-    bar = ProgressBar("converting", options["quiet"])
-    quiet = options["quiet"]
-    store = _converted(folder, destination or output, layout, experts == "3bit", wanted, bar, quiet)
-    if not (destination or output or is_store(folder) or options["quiet"]):
-        note_older_stores(folder, layout)
+    layout, choice = usual_layout(options), wanted_quantization(options)
+    found = find_source(model, layout, options["experts"], choice, stored=target is None)
+    show(converted(found, target, options, named=not isinstance(model, Path)), options)
+    return 0
+
+
+def wanted_quantization(options: Options) -> Choice:
+    """What --bits and --group-size ask for."""
+    from aegis.convert.targets import quantization
+
+    chosen = bits_settings(options)
+    return quantization(chosen["bits"], chosen.get("group_size", 64))
+
+
+def usual_layout(options: Options) -> Layout:
+    """The one that is asked for, or else the one that ``aegis run`` will look for."""
+    from aegis.engine.planning import backend_layout
+    from aegis.kernels import registry
+
+    if options["layout"] is not None:
+        layout: Layout = options["layout"]
+        return layout
+    backend = usual_backend()
+    return backend_layout(registry.resolve() if backend == "auto" else backend)
+
+
+def converted(source: Source, target: Path | None, options: Options, named: bool) -> Store:
+    """The store that is made of a model, or was made before.
+
+    target: where; None: in the cache. named: ``source`` was found by a name, so that a store is as
+    good as what it was made of.
+    """
+    from aegis.checkpoint.store import Store
+    from aegis.convert.three_bit import add_3bit
+    from aegis.engine.sources import StoreSource, SyntheticSource
+
+    quiet, bar = options["quiet"], ProgressBar(source.making, options["quiet"])
+    if isinstance(source, StoreSource):
+        if options["experts"] == "3bit" and target is None:
+            return add_3bit(source.path, bar)
+        if named:
+            return Store.open(source.path)
+        raise click.UsageError(f"{source.path} is a store already; --experts 3bit adds to it")
+    if isinstance(source, SyntheticSource):
+        store = _written(source.recipe, target, options, bar)
+    else:
+        store = _converted(source, target, options, bar)
+    if target is None and not quiet:
+        note_older_stores(store.path)
+    return store
+
+
+def _converted(
+    source: CheckpointSource, target: Path | None, options: Options, bar: ProgressBar
+) -> Store:
+    from aegis.convert.convert import convert
+    from aegis.text.tokenizer import Tokenizer
+
+    layout, kinds = usual_layout(options), {"4bit", options["experts"]}
+    places = source.layout(layout)
+    nbytes = places.resident_file_nbytes + sum(map(places.experts_nbytes, kinds))
+    folder = target and target.absolute().parent
+    place = target or source.place(layout)
+    announce(source, place, options)
+    source = source.brought(nbytes, DownloadBar(options["quiet"]), folder)
+    # A store without a tokenizer that works could not be run: refused before anything is written.
+    Tokenizer.open(source.folder)
+    return convert(
+        source.checkpoint,
+        place,
+        layout=layout,
+        experts3bit=options["experts"] == "3bit",
+        quantize=source.quantize,
+        progress=bar,
+        replace_damaged=target is None,
+        announce=None if options["quiet"] else tell,
+    )
+
+
+def _written(recipe: Recipe, target: Path | None, options: Options, bar: ProgressBar) -> Store:
+    """The store of random weights that ``synthetic:SHAPE`` names."""
+    from aegis.synthetic.recipe import cached_path
+    from aegis.synthetic.write import make
+
+    layout = usual_layout(options)
+    return make(
+        recipe,
+        target or cached_path(recipe, layout),
+        layout,
+        experts3bit=options["experts"] == "3bit",
+        progress=bar,
+        replace_damaged=target is None,
+    )
+
+
+def show(store: Store, options: Options) -> None:
+    """Print where a store is."""
     if options["as_json"]:
         print_json(
             {
@@ -94,65 +186,3 @@ def command(
         )
     else:
         click.echo(os.fsencode(store.path))  # Whatever the locale: a shell goes on with it.
-    return 0
-
-
-def _wanted(bits: str | None, group_size: str | None, store: Path | None) -> QuantSpec | None:
-    from aegis.checkpoint.config import QuantSpec
-
-    if bits is None:
-        if group_size is not None:
-            raise click.UsageError("--group-size goes with --bits, which is not given")
-        return None
-    if store is None:
-        # In the cache nobody would find it: a model is looked up there by its checkpoint alone.
-        raise click.UsageError("--bits makes another model of MODEL; name the folder STORE for it")
-    return QuantSpec(int(bits), int(group_size or 64))
-
-
-def _usual_layout() -> Layout:
-    """The one that ``aegis run`` will look for."""
-    from aegis.engine.planning import backend_layout
-    from aegis.kernels import registry
-
-    backend = usual_backend()
-    return backend_layout(registry.resolve() if backend == "auto" else backend)
-
-
-def _converted(
-    folder: Path,
-    destination: Path | None,
-    layout: Layout,
-    three_bit: bool,
-    wanted: QuantSpec | None,
-    bar: ProgressBar,
-    quiet: bool,
-) -> Store:
-    from aegis.checkpoint.source import Checkpoint
-    from aegis.checkpoint.store import is_store
-    from aegis.convert.cache import cached_store_path
-    from aegis.convert.convert import convert
-    from aegis.convert.layout import layout_of_checkpoint
-    from aegis.convert.three_bit import add_3bit
-    from aegis.text.tokenizer import Tokenizer
-
-    if is_store(folder):
-        if destination is not None or not three_bit:
-            raise click.UsageError(f"{folder} is a store already; --experts 3bit adds to it")
-        return add_3bit(folder, bar)
-    in_cache = destination is None
-    checkpoint = Checkpoint.open(folder)
-    layout_of_checkpoint(checkpoint, layout, wanted)
-    # A store without a tokenizer that works could not be run: refused before anything is written.
-    Tokenizer.open(folder)
-    target = destination or cached_store_path(checkpoint, layout)
-    return convert(
-        checkpoint,
-        target,
-        layout=layout,
-        experts3bit=three_bit,
-        quantize=wanted,
-        progress=bar,
-        replace_damaged=in_cache,
-        announce=None if quiet else tell,
-    )

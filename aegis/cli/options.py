@@ -66,7 +66,9 @@ class _Whole(click.IntRange):
     name = "whole number"
 
 
-def _all(options: Sequence[Callable[[F], F]]) -> Callable[[F], F]:
+def all_of(options: Sequence[Callable[[F], F]]) -> Callable[[F], F]:
+    """Several options as one decorator, in their order."""
+
     def decorate(command: F) -> F:
         for option in reversed(options):
             command = option(command)
@@ -76,7 +78,11 @@ def _all(options: Sequence[Callable[[F], F]]) -> Callable[[F], F]:
 
 
 model_option = click.option(
-    "-m", "--model", metavar="MODEL", help="Folder of a model or store; the embedded one if absent."
+    "-m",
+    "--model",
+    metavar="MODEL",
+    help="Folder of a model or store, ORG/NAME on the hub or synthetic:SHAPE; the embedded one if "
+    "absent.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 quiet_option = click.option("-q", "--quiet", is_flag=True, help="Nothing on stderr but errors.")
@@ -92,7 +98,24 @@ def cap_option(help: str) -> Callable[[F], F]:
     return click.option("--cap", callback=_read_caps, metavar="SIZE", help=help)
 
 
-engine_options = _all(
+bits_options = all_of(
+    [
+        click.option(
+            "--bits",
+            type=click.Choice(["2", "3", "4", "5", "6", "8", "none"]),
+            help="What a plain checkpoint (BF16, F16 or F32) is quantised to while it is converted,"
+            " exactly as mlx_lm.convert does; none keeps its numbers. [default: as it was converted"
+            " last, or else 4]",
+        ),
+        click.option(
+            "--group-size",
+            type=click.Choice(["32", "64", "128"]),
+            help="Numbers that share a scale and a bias, with --bits. [default: 64]",
+        ),
+    ]
+)
+
+engine_options = all_of(
     [
         click.option(
             "--device-cap",
@@ -128,6 +151,7 @@ engine_options = _all(
             show_default=True,
             help="Which expert files to use.",
         ),
+        bits_options,
         click.option(
             "--embedding",
             type=click.Choice(["auto", "ram", "disk"]),
@@ -187,7 +211,7 @@ engine_options = _all(
     ]
 )
 
-prompt_options = _all(
+prompt_options = all_of(
     [
         click.option("-p", "--prompt", metavar="TEXT", help="The prompt; piped text is appended."),
         click.option(
@@ -225,6 +249,12 @@ prompt_options = _all(
         ),
         click.option("--raw", is_flag=True, help="Send the prompt without a chat template."),
         click.option("--ignore-eos", is_flag=True, help="Go on behind the end token."),
+        click.option(
+            "--forced",
+            is_flag=True,
+            help="In place of an answer, N tokens of a stream that --seed chooses (0 if absent): "
+            "for benchmarks of random weights, whose own answers run in circles.",
+        ),
         # For sweep: what it pipes to its runs is the prompt to the last line end.
         click.option("--exact", is_flag=True, hidden=True),
     ]
@@ -259,6 +289,16 @@ def choose_caps(options: Options) -> CapChoice:
     return CapChoice((cap,), note)
 
 
+def bits_settings(options: Options) -> Options:
+    """The fields of Settings that --bits and --group-size stand for."""
+    bits, group_size = options["bits"], options["group_size"]
+    if group_size is not None and bits in (None, "none"):
+        raise click.UsageError("--group-size goes with --bits and a width, which is not given")
+    if bits in (None, "none"):
+        return {"bits": bits or "auto"}
+    return {"bits": int(bits), "group_size": int(group_size or 64)}
+
+
 def engine_settings(options: Options) -> Options:
     """The fields of Settings (without the cap) that the options stand for."""
     same = (
@@ -277,13 +317,19 @@ def engine_settings(options: Options) -> Options:
         "threads": "threads",
         "device_cap_nbytes": "device_cap",
     }
-    return {name: options[name] for name in same} | {
-        field: options[name] for field, name in renamed.items()
-    }
+    chosen = {name: options[name] for name in same}
+    chosen |= {field: options[name] for field, name in renamed.items()}
+    return chosen | bits_settings(options)
 
 
 def refuse_contradictions(options: Options) -> None:
-    """A raw prompt has no template, so what only a template uses is refused, not ignored."""
+    """What an option would make another one do nothing is refused, not ignored."""
+    for name, usual in (("temp", 0.0), ("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+        if options["forced"] and options[name] != usual:
+            flag = name.replace("_", "-")
+            raise UsageError(f"--forced chooses the tokens, so --{flag} would be ignored; drop one")
+    if options["forced"] and options["stop"]:
+        raise UsageError("--forced goes on to the last token, so --stop would be ignored; drop one")
     for name in ("system_prompt", "chat_template"):
         if options["raw"] and options[name] is not None:
             flag = name.replace("_", "-")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -23,6 +22,9 @@ from aegis.cli.source import resolve_model
 from aegis.errors import PlanError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from aegis.engine.sources import Model, Source
     from aegis.planner import MemoryPlan
 
 
@@ -36,61 +38,78 @@ if TYPE_CHECKING:
 def command(positional: str | None, **options: Any) -> int:
     """Show what a memory cap would be spent on.
 
-    Reads headers only: nothing is converted, loaded or written. Exit code 3 says that the plan
-    does not fit; the smallest cap that opens is named.
+    Reads headers only, of a model on the hub (ORG/NAME) too, or a shape where MODEL is
+    synthetic:SHAPE: nothing is downloaded, converted, loaded or written. Exit code 3 says that the
+    plan does not fit; the smallest cap that opens is named.
     """
     if positional is not None and options["model"] is not None:
         raise click.UsageError("MODEL is given twice: as an argument and with --model")
-    folder = model_folder(resolve_model(options["model"] if positional is None else positional))
+    model = resolve_model(options["model"] if positional is None else positional)
     note_fallback(options)
     choice = choose_caps(options)
     if choice.note and not options["quiet"]:
         note(choice.note)
-    plan = plan_for(folder, choice.single, options)
-    _show(plan, folder, options)
+    source = find_model(model, options)
+    plan = plan_for(source, choice.single, options)
+    _show(plan, source, options)
     if not plan.feasible:
         raise PlanError(plan.refusal())
     return 0
 
 
-def model_folder(model: Path | None) -> Path:
-    """The folder of a model, the embedded one for None."""
-    from aegis.convert.cache import embedded_path
+def find_model(model: Model, options: Options) -> Source:
+    """The store that MODEL stands for, or else what its store will be made of."""
+    from aegis.engine.planning import backend_layout, choose_backend
+    from aegis.engine.planning import find_model as find
+    from aegis.settings import Settings
 
-    return embedded_path() if model is None else model
+    backend = choose_backend(options["backend"])
+    source = find(model, backend, Settings(cap_nbytes=1, **engine_settings(options)))
+    announce(source, source.place(backend_layout(backend)), options)
+    return source
 
 
-def plan_for(folder: Path, cap_nbytes: int, options: Options) -> MemoryPlan:
+def announce(source: Source, place: Path, options: Options) -> None:
+    """Say what is going to be made of a model at ``place``, where nobody asked for it."""
+    said = source.announcement(place)
+    if said is not None and not options["quiet"]:
+        note(said)
+
+
+def plan_for(source: Source, cap_nbytes: int, options: Options) -> MemoryPlan:
     """The plan at one cap for the command line's settings; a wrong setting is a UsageError."""
     from aegis.engine.planning import make_plan
     from aegis.errors import UsageError
     from aegis.settings import Settings
 
     try:
-        return make_plan(folder, Settings(cap_nbytes=cap_nbytes, **engine_settings(options)))
+        return make_plan(source, Settings(cap_nbytes=cap_nbytes, **engine_settings(options)))
     except ValueError as error:
         raise UsageError(str(error)) from None
 
 
-def _show(plan: MemoryPlan, folder: Path, options: Options) -> None:
+def _show(plan: MemoryPlan, source: Source, options: Options) -> None:
     if options["as_json"]:
         print_json(plan.to_json())
         return
+    from aegis.planner import format_size
     from aegis.planner.explain import explain_plan
 
     for line in explain_plan(plan):
         click.echo(line)
     if not options["quiet"]:
-        note(_surroundings(folder))
+        note(_surroundings(source))
+        if source.missing_nbytes is not None:
+            note(f"{source.name} is not here yet: {format_size(source.missing_nbytes)} to download")
 
 
-def _surroundings(folder: Path) -> str:
+def _surroundings(source: Source) -> str:
     """Free memory and whether reads can bypass the page cache where the store lies."""
-    from aegis.checkpoint.store import is_store
     from aegis.cli.machine import read_machine
     from aegis.convert.cache import cache_folder
     from aegis.engine.planning import store_storage
+    from aegis.engine.sources import StoreSource
 
-    store = folder if is_store(folder) else cache_folder()
-    reads = store_storage(folder, "il16").describe()
+    store = source.path if isinstance(source, StoreSource) else cache_folder()
+    reads = store_storage(source, "il16").describe()
     return f"machine: {read_machine().describe()}; {store}: {reads}"

@@ -32,3 +32,18 @@ class ProgressBar:
         end = "\n" if done >= total else ""
         sizes = f"{format_size(done)} of {format_size(total)}"
         tell(f"\r{self._what} [{bar}] {percent:3d} %  {sizes:<24}", end)
+
+
+class DownloadBar:
+    """Called with (done, total, sentence): says the sentence once, then draws."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        self._bar = ProgressBar("downloading", quiet)
+        self._said = quiet
+
+    def __call__(self, done: int, total: int, what: str) -> None:
+        """Say what goes where before the first byte; draw when the percentage changed."""
+        if not self._said:
+            self._said = True
+            tell(what)
+        self._bar(done, total)

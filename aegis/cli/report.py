@@ -16,7 +16,6 @@ from aegis.planner import format_size
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from aegis.kernels.base import Layout
     from aegis.planner import LedgerRow, MemoryPlan
 
 SCHEMA_VERSION = 1
@@ -50,15 +49,14 @@ def note_plan(plan: MemoryPlan) -> None:
     notes([*explain_plan(plan), ""])
 
 
-def note_older_stores(folder: Path, layout: Layout = "il16") -> None:
+def note_older_stores(store: Path) -> None:
     """Stores in the cache that a new one of the same name has probably replaced."""
     from aegis.convert.cache import older_stores
+    from aegis.convert.stores import disk_nbytes
 
-    for path in older_stores(folder, layout):
-        size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-        note(
-            f"{path} ({format_size(size)}) is an older store of that name; delete it if not needed"
-        )
+    for path in older_stores(store):
+        size = format_size(disk_nbytes(path))
+        note(f"{path} ({size}) is an older store of that name; aegis rm removes it")
 
 
 def note_ledger(rows: Sequence[LedgerRow]) -> None:

@@ -43,10 +43,12 @@ from aegis.cli.source import SAMPLE_PROMPT, Request, on_terminal, requested
 def command(positionals: tuple[str, ...], **options: Any) -> int:
     """Answer PROMPT with MODEL under a memory cap.
 
-    MODEL is the folder of a model or of a converted store; without it the embedded model answers.
-    A single argument that is no path and no ORG/NAME is the prompt. Piped text is the prompt too,
-    or is appended to it. With no prompt at all it chats on a terminal (/exit or Ctrl-D leaves).
-    The memory plan and the figures go to stderr, only the answer goes to stdout.
+    MODEL is the folder of a model or of a converted store; ORG/NAME[@REVISION] on the Hugging Face
+    hub, which is downloaded and converted once; or synthetic:SHAPE[@SEED], random weights in a
+    known shape or in that of a config.json, which are written first. Without it the embedded model
+    answers. A single argument that is none of these is the prompt. Piped text is the prompt too, or
+    is appended to it. With no prompt at all it chats on a terminal (/exit or Ctrl-D leaves). The
+    memory plan and the figures go to stderr, only the answer goes to stdout.
     """
     request = requested(positionals, options)
     note_fallback(options)
@@ -57,24 +59,33 @@ def command(positionals: tuple[str, ...], **options: Any) -> int:
         return sweep(request, choice.caps, options)
     if choice.note and not options["quiet"]:
         note(choice.note)
-    if request.prompt is None and not options["as_json"] and on_terminal():
+    chats = request.prompt is None and not (options["as_json"] or options["forced"])
+    if chats and on_terminal():
         from aegis.cli.chat import chat
 
-        return chat(request.model, choice.single, options)
+        return chat(request, choice.single, options)
     return _one_shot(request, choice.single, options)
 
 
 def _one_shot(request: Request, cap_nbytes: int, options: Options) -> int:
-    from aegis.cli.answer import answer_json, generate, make_sampler, open_engine, prompt_ids
+    from aegis.cli.answer import (
+        answer_json,
+        chosen_sampler,
+        generate,
+        make_sampler,
+        open_engine,
+        prompt_ids,
+    )
 
     quiet, as_json = options["quiet"], options["as_json"]
     sampler = make_sampler(options)
-    with open_engine(request.model, cap_nbytes, options, None if quiet else note_plan) as engine:
+    with open_engine(request, cap_nbytes, options, None if quiet else note_plan) as engine:
         if not quiet:
             note(f"{engine.name}: {engine.describe()}\n")
             if request.prompt is None:
                 note(f"no prompt was given, so a sample is answered: {SAMPLE_PROMPT}\n")
         ids = prompt_ids(engine, request.prompt or SAMPLE_PROMPT, options)
+        sampler = chosen_sampler(engine, options, sampler)
         answer = generate(engine, ids, options, sampler, _ignore if as_json else _show)
         result = answer_json(engine, answer)
         if as_json:

@@ -2,72 +2,75 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import re
 import stat
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import click
 
 from aegis.cli.options import Options, refuse_contradictions
-from aegis.errors import UsageError
+from aegis.errors import HubError, UsageError
 from aegis.settings import DEFAULT_CONTEXT
+from aegis.synthetic.names import PREFIX
+
+if TYPE_CHECKING:
+    from aegis.engine.sources import Name
 
 SAMPLE_PROMPT = "What is a mixture of experts? Answer in two sentences."
 LONGEST_TOKEN_NBYTES = 128
 """No text is made of longer tokens than this on average."""
-_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _PATH_START = ("/", "./", "../", "~")
 
 
 @dataclass(frozen=True)
 class Request:
-    """The model's folder (None: embedded) and the prompt (None: nobody gave one)."""
+    """The model (None: embedded) and the prompt (None: nobody gave one)."""
 
-    model: Path | None
+    model: Name
     prompt: str | None
+    ambiguous: bool = False
+    """The model is a single argument like and/or, which may have been meant as a prompt."""
 
 
-def names_model(text: str) -> bool:
-    """Whether a single positional is a MODEL: a path, ORG/NAME or ``synthetic:``."""
-    return (
-        text.startswith(("synthetic:", *_PATH_START))
-        or _HUB_NAME.fullmatch(text) is not None
-        or _exists(text)
-    )
+def names_model(text: str, alone: bool = True) -> bool:
+    """Whether a positional is a MODEL: a path, a store, ORG/NAME, ``synthetic:`` or ``embedded``.
+
+    alone: it is the only one, so that a plain word is a prompt.
+    """
+    if text.startswith((PREFIX, *_PATH_START)) or _exists(text):
+        return True
+    from aegis.engine.sources import EMBEDDED, meaning
+
+    return not (alone and text == EMBEDDED) and meaning(text) != Path(text)
 
 
-def resolve_model(text: str | None) -> Path | None:
-    """The folder that MODEL names; UsageError says what is supported."""
+def resolve_model(text: str | None) -> Name:
+    """What MODEL means; UsageError says what is supported."""
     if text is None:
         return None
     if not text:
         raise UsageError("MODEL is empty; give the folder of a model or a store")
-    # Not Path's: it expands ./~ too, and raises where there is no such user or a name is too long.
-    path = Path(os.path.expanduser(text))
-    if os.path.isdir(path):
-        return path
-    if os.path.exists(path) and path.suffix.lower() == ".gguf":
+    from aegis.engine.sources import meaning
+
+    found = meaning(text)
+    if not isinstance(found, Path) or os.path.isdir(found):
+        return found
+    if os.path.exists(found) and found.suffix.lower() == ".gguf":
         raise UsageError(
             f"{text} is a GGUF file, which aegis does not read; give the folder of a model in MLX's"
             " safetensors format"
         )
-    if os.path.exists(path):
+    if os.path.exists(found):
         raise UsageError(f"{text} is a file; give the folder with config.json and its tensors")
-    if text.startswith("synthetic:"):
-        raise UsageError(
-            f"{text}: synthetic models are not supported; give the folder of a model or a store"
-        )
-    if _HUB_NAME.fullmatch(text):
-        raise UsageError(
-            f"{text} is not a folder here, and downloading a model by its name is not supported; "
-            "give a local folder"
-        )
-    raise UsageError(f"there is no folder {text}; give the folder of a model or a store")
+    raise UsageError(
+        f"there is no folder {text}; give the folder of a model or a store, or ORG/NAME of a model"
+        " on the Hugging Face hub"
+    )
 
 
 def resolve_request(
@@ -83,12 +86,13 @@ def resolve_request(
     Text that no context of ``context`` tokens could hold is refused before it takes memory.
     exact: piped text is the prompt as it is, ends of lines included.
     """
-    left = list(positionals)
+    left, ambiguous = list(positionals), False
     if len(left) > 2:
         raise click.UsageError("too many arguments: at most MODEL and PROMPT (quote the prompt)")
     if model is None and left and (len(left) == 2 or names_model(left[0])):
+        ambiguous = len(left) == 1 and not _exists(left[0])
         model = left.pop(0)
-        if left and model and not names_model(model):
+        if left and model and not names_model(model, alone=False):
             raise UsageError(
                 f"there is no folder {model}; give the folder of a model or a store, and quote a"
                 " prompt of several words"
@@ -102,7 +106,19 @@ def resolve_request(
     given = [part for part in (*asked, _piped_text(limit_nbytes, exact)) if part]
     if not given and any(part is not None for part in asked):
         raise UsageError("the prompt is empty; give some text, or no prompt at all for a sample")
-    return Request(resolve_model(model), "\n".join(given) if given else None)
+    found = resolve_model(model)
+    return Request(found, "\n".join(given) if given else None, ambiguous and not given)
+
+
+@contextlib.contextmanager
+def told_from_prompt(request: Request) -> Iterator[None]:
+    """Where the hub has no such model, a prompt may have been meant: say how to give one."""
+    try:
+        yield
+    except HubError as error:
+        if not request.ambiguous:
+            raise
+        raise HubError(f"{error}; if it is the prompt, give it with -p") from error
 
 
 def requested(positionals: Sequence[str], options: Options) -> Request:

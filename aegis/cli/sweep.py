@@ -8,8 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -24,11 +23,15 @@ from aegis.cli.options import (
     quiet_option,
     verbose_option,
 )
-from aegis.cli.plan import model_folder, plan_for
+from aegis.cli.plan import find_model, plan_for
+from aegis.cli.progress import DownloadBar
 from aegis.cli.report import SCHEMA_VERSION, note, note_fallback, print_json
-from aegis.cli.source import SAMPLE_PROMPT, Request, requested
+from aegis.cli.source import SAMPLE_PROMPT, Request, requested, told_from_prompt
 from aegis.errors import AegisError, PlanError
 from aegis.planner import format_size
+
+if TYPE_CHECKING:
+    from aegis.engine.sources import Source
 
 MIB = 1 << 20
 DEFAULT_ROWS = 6
@@ -66,18 +69,22 @@ def command(positionals: tuple[str, ...], **options: Any) -> int:
     """
     request = requested(positionals, options)
     note_fallback(options)
-    caps = options["cap"] or _spread(model_folder(request.model), options)
-    return sweep(request, caps, options)
+    return sweep(request, options["cap"], options)
 
 
-def sweep(request: Request, caps: tuple[int, ...], options: Options) -> int:
-    """Run every cap; prints the rows and returns the exit code."""
+def sweep(request: Request, caps: tuple[int, ...] | None, options: Options) -> int:
+    """Run every cap, or six that are chosen; prints the rows and returns the exit code."""
     as_json = options["as_json"]
+    with told_from_prompt(request):
+        source = find_model(request.model, options)
+    caps = caps or _spread(source, options)
+    if any(plan_for(source, cap, options).feasible for cap in caps):
+        source = source.brought(0, DownloadBar(options["quiet"]))
     if not as_json:
         click.echo(_line(_HEADER))
     rows: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
-    for row, result in _rows(request, caps, options):
+    for row, result in _rows(request.prompt or SAMPLE_PROMPT, source, caps, options):
         rows.append(row)
         if result is not None:
             results.append(result)
@@ -96,13 +103,15 @@ def sweep(request: Request, caps: tuple[int, ...], options: Options) -> int:
 
 
 def _rows(
-    request: Request, caps: tuple[int, ...], options: Options
+    prompt: str,
+    source: Source,
+    caps: tuple[int, ...],
+    options: Options,
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any] | None]]:
     """(row, the run's own object) per cap; None where the plan does not fit."""
-    folder = model_folder(request.model)
     first: list[int] | None = None
     for cap in caps:
-        plan = plan_for(folder, cap, options)
+        plan = plan_for(source, cap, options)
         row: dict[str, Any] = {
             "cap_nbytes": cap,
             "feasible": plan.feasible,
@@ -114,23 +123,20 @@ def _rows(
             continue
         if options["verbose"]:
             note(f"running at {format_size(cap)}")
-        result = _run(request, cap, options)
+        result = _run(source, prompt, cap, options)
         first = result["token_ids"] if first is None else first
         row |= {"slots": plan.slots, "borrowed_slots": plan.borrowed_slots}
         row |= {name: result[name] for name in _COPIED}
         yield row | {"identical": result["token_ids"] == first}, result
 
 
-def _run(request: Request, cap: int, options: Options) -> dict[str, Any]:
+def _run(source: Source, prompt: str, cap: int, options: Options) -> dict[str, Any]:
     """One ``aegis run --json`` in a fresh process; its failure is ours."""
     arguments = ["run", "--json", "--quiet", "--exact", "--cap", f"{cap}B", *_passed_on(options)]
-    if request.model is not None:
-        arguments += ["--model", str(request.model.absolute())]
+    arguments += ["--model", source.argument]
     # As bytes: text that was read as UTF-8 is no text of every locale.
     given = [text.encode("utf-8", "surrogateescape") for text in arguments]
-    done = _ended(
-        [sys.executable, "-m", "aegis", *given], (request.prompt or SAMPLE_PROMPT).encode()
-    )
+    done = _ended([sys.executable, "-m", "aegis", *given], prompt.encode())
     if done.returncode:
         raise _failure(done, cap)
     result: dict[str, Any] = json.loads(done.stdout)
@@ -139,7 +145,7 @@ def _run(request: Request, cap: int, options: Options) -> dict[str, Any]:
 
 def _ended(command: list[str | bytes], piped: bytes) -> subprocess.CompletedProcess[bytes]:
     """Run a process to its end; it ends with us."""
-    from aegis.doctor.shelter import deferred_signals
+    from aegis.child import deferred_signals
 
     with ExitStack() as stack:
         # A signal between the birth of the process and knowing it would leave it alone.
@@ -189,9 +195,9 @@ def _passed_on(options: Options) -> list[str]:
     return arguments
 
 
-def _spread(folder: Path, options: Options) -> tuple[int, ...]:
+def _spread(source: Source, options: Options) -> tuple[int, ...]:
     """Six caps from the smallest that opens to all experts resident, or to half of what is free."""
-    largest = plan_for(folder, _HUGE_CAP, options)
+    largest = plan_for(source, _HUGE_CAP, options)
     low = largest.min_cap_nbytes
     high = max(low, min(largest.total_nbytes, read_machine().free_nbytes // 2))
     caps = [low + (high - low) * i // (DEFAULT_ROWS - 1) for i in range(DEFAULT_ROWS)]

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from aegis.cli.options import json_option, quiet_option
-from aegis.cli.plan import model_folder
 from aegis.cli.progress import ProgressBar
 from aegis.cli.report import SCHEMA_VERSION, print_json
 from aegis.cli.source import resolve_model
@@ -19,6 +18,7 @@ from aegis.planner import format_size
 if TYPE_CHECKING:
     from aegis.checkpoint.store import Store
     from aegis.convert.verify import VerifyReport
+    from aegis.engine.sources import Name
 
 
 @click.command("verify", short_help="Compare every checksum of a store.")
@@ -30,10 +30,12 @@ def command(source: str | None, **options: Any) -> int:
 
     STORE may also be a model that was converted before: its store in the cache is read.
     """
+    from aegis.checkpoint.hold import Hold
     from aegis.convert.verify import verify
 
-    store = _open(model_folder(resolve_model(source)))
-    report = verify(store, ProgressBar("verifying", options["quiet"]))
+    store = _open(resolve_model(source))
+    with Hold(store.path):
+        report = verify(store, ProgressBar("verifying", options["quiet"]))
     if options["as_json"]:
         print_json(_json(store, report))
     else:
@@ -52,23 +54,25 @@ def command(source: str | None, **options: Any) -> int:
     return 0
 
 
-def _open(folder: Path) -> Store:
-    from aegis.checkpoint.source import Checkpoint
+def _open(model: Name) -> Store:
+    """The store in a folder, or the one of a model in the cache; nothing is made."""
     from aegis.checkpoint.store import Store, is_store
-    from aegis.convert.cache import cached_store_path
+    from aegis.engine.places import stores_of
+    from aegis.engine.sources import meaning
+    from aegis.synthetic.recipe import Recipe
 
-    if is_store(folder):
-        return Store.open(folder, check_sizes=False)
-    checkpoint = Checkpoint.open(folder)
-    stores = (cached_store_path(checkpoint, "il16"), cached_store_path(checkpoint, "row"))
+    named = meaning(model)
+    stores = stores_of(named)
     for candidate in stores:
         if is_store(candidate):
             return Store.open(candidate, check_sizes=False)
+    if isinstance(named, Recipe):
+        raise StoreError(f"{named.name} has not been written; run aegis convert {named.name} first")
     if any(map(_superseded, stores)):
         raise StoreError(
-            f"{folder} has changed since it was converted; run aegis convert to convert it again"
+            f"{named} has changed since it was converted; run aegis convert to convert it again"
         )
-    raise StoreError(f"{folder} has not been converted; run aegis convert first")
+    raise StoreError(f"{named} has not been converted; run aegis convert first")
 
 
 def _superseded(store: Path) -> bool:

@@ -22,9 +22,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from aegis.checkpoint.fileio import sync_folder
+from aegis.checkpoint.storage import free_nbytes
 from aegis.errors import StoreError
 
 _PARTIAL = re.compile(r"\.(.+)\.partial-\d+-[0-9a-f]{8}", re.DOTALL)
+_LOCK = re.compile(r"\.(.+)\.lock", re.DOTALL)
 ELSEWHERE = "set AEGIS_CACHE to a folder on another disk"
 JOURNAL = "unfinished.json"
 _KEPT_SECONDS = 7 * 24 * 3600
@@ -88,7 +90,7 @@ def remove_leftovers(folder: Path, own: Path | None = None, keep: Path | None = 
     own: a destination whose lock the caller holds; keep: what it goes on with.
     """
     for path in _partial_folders(folder):
-        owner = path.with_name(path.name[1:].rpartition(".partial-")[0])
+        owner = path.with_name(owner_of(path) or "")
         if path == keep or (owner != own and may_go_on(path)):
             continue
         if owner == own:
@@ -130,8 +132,62 @@ def may_go_on(partial: Path) -> bool:
 
 def partials_of(destination: Path) -> list[Path]:
     """What builds of a destination have begun, dead or alive."""
-    prefix = f".{destination.name}.partial-"
-    return [path for path in _partial_folders(destination.parent) if path.name.startswith(prefix)]
+    beside = _partial_folders(destination.parent)
+    return [path for path in beside if owner_of(path) == destination.name]
+
+
+def remains_of(destination: Path) -> list[Path]:
+    """Folders that a build of a destination fills, or that killed ones left."""
+    return partials_of(destination) + _partial_folders(destination)
+
+
+def owner_of(path: Path) -> str | None:
+    """The name of the destination that a partial folder or a lock belongs to; None: it is none."""
+    match = _PARTIAL.fullmatch(path.name) or _LOCK.fullmatch(path.name)
+    return None if match is None else match[1]
+
+
+def is_being_built(destination: Path) -> bool:
+    """Whether a process holds the lock of a destination."""
+    try:
+        fd = os.open(_lock_path(destination), os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return False
+
+
+def discard(destination: Path) -> None:
+    """Delete a destination, what killed builds left of it, and its lock.
+
+    It is renamed first, so that it is there whole or not at all; who deletes what a killed build
+    left would end a deletion that is killed.
+
+    Raises:
+        BlockingIOError: a process builds it.
+        OSError: something could not be deleted.
+    """
+    lock = _lock_path(destination)
+    fd = _acquire(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    try:
+        doomed = remains_of(destination)
+        if os.path.lexists(destination):
+            old = _partial_path(destination)
+            destination.rename(old)
+            sync_folder(destination.parent)
+            doomed = [path for path in doomed if path.parent != destination] + [old]
+        for path in doomed:
+            shutil.rmtree(path)
+        lock.unlink(missing_ok=True)
+    finally:
+        os.close(fd)
 
 
 def _partial_folders(folder: Path) -> list[Path]:
@@ -213,15 +269,14 @@ def check_space(folder: Path, needed_nbytes: int, hint: str = ELSEWHERE) -> str:
     Raises:
         StoreError: with what is needed and what is free.
     """
-    disk = os.statvfs(folder)
-    free = disk.f_bavail * disk.f_frsize
+    free = free_nbytes(folder)
     # Some file systems (ramfs, a few in user space) count no blocks at all.
-    if disk.f_blocks and free < needed_nbytes:
+    if free is not None and free < needed_nbytes:
         raise StoreError(
             f"{folder} has {free >> 20} MiB free, but the store takes {-(-needed_nbytes >> 20)}"
             f" MiB; make room or {hint}"
         )
-    there = f" of {free >> 20} MiB that are free" if disk.f_blocks else ""
+    there = "" if free is None else f" of {free >> 20} MiB that are free"
     return f"the store takes {-(-needed_nbytes >> 20)} MiB{there} in {folder}"
 
 

@@ -6,10 +6,11 @@ import errno
 import hashlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from itertools import zip_longest
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ from aegis.checkpoint.fileio import (
     copy_file,
     write_file,
 )
+from aegis.checkpoint.hub_cache import Origin, revisions_at
 from aegis.checkpoint.layout import ExpertGeometry, StoreLayout
 from aegis.checkpoint.manifest import Checksums, Manifest, encode
 from aegis.checkpoint.source import Checkpoint
@@ -35,7 +37,7 @@ from aegis.convert.build import (
     prepare_parent,
     remove_leftovers,
 )
-from aegis.convert.identity import identity_of
+from aegis.convert.identity import identity_of, model_name
 from aegis.convert.journal import Journal, unfinished_of
 from aegis.convert.layout import layout_of, resolve_checkpoint
 from aegis.convert.names import ExpertSource, Resolved
@@ -88,11 +90,46 @@ def convert(
     plan = layout_of(checkpoint, resolved, layout)
     identity = identity_of(checkpoint, quantize)
     job = _Job(checkpoint, resolved, plan, quantize, experts3bit, progress, piece_nbytes)
+    return make_store(target, identity, job, experts3bit, replace_damaged, announce)
+
+
+class StoreJob(Protocol):
+    """What fills a store."""
+
+    plan: StoreLayout
+    disk_nbytes: int
+    """What it writes in all."""
+
+    def report_nothing(self) -> None:
+        """Show that it has not begun."""
+
+    def write(self, folder: Path, identity: str, journal: Journal) -> None:
+        """Write every file of the store; what the journal names is there, and what is noted in it
+        need not be written again should the process be killed."""
+
+    def write_3bit(self, store: Store, alone: bool) -> None:
+        """Add 3-bit experts to a store that lacks them; ``alone``: nobody else does so now."""
+
+
+def make_store(
+    target: Path,
+    identity: str,
+    job: StoreJob,
+    experts3bit: bool,
+    replace_damaged: bool,
+    announce: Callable[[str], None] | None = None,
+) -> Store:
+    """The store at ``target``, filled by ``job`` unless it is there already; it appears whole or
+    not at all. The other arguments are those of ``convert``.
+
+    Raises:
+        StoreError: it cannot be written, or something else is there.
+    """
     hint = ELSEWHERE if replace_damaged else "choose a destination on another disk"
     prepare_parent(target)
     with disk_errors(target.parent, hint), locked(target, job.report_nothing) as alone:
-        key = _key(plan, identity, experts3bit)
-        found = _existing(target, layout, identity, replace_damaged)
+        key = _key(job.plan, identity, experts3bit)
+        found = _existing(target, job.plan.layout, identity, replace_damaged)
         unfinished = unfinished_of(target, key) if alone and found is None else None
         if alone:
             remove_leftovers(target.parent, target, unfinished and unfinished.folder)
@@ -177,7 +214,7 @@ class _Job:
         progress: Progress | None,
         piece_nbytes: int,
     ) -> None:
-        self._checkpoint, self._resolved, self._plan = checkpoint, resolved, plan
+        self._checkpoint, self._resolved, self.plan = checkpoint, resolved, plan
         self._quantize, self._experts3bit = quantize, experts3bit
         self._progress, self._piece_nbytes = progress, piece_nbytes
         self._done = 0
@@ -210,13 +247,19 @@ class _Job:
         with Streams(self._piece_nbytes) as streams:
             resident = self._resident(folder / RESIDENT, streams, journal)
             experts = self._experts(folder, streams, journal)
-        source: dict[str, Any] = {"name": self._checkpoint.path.resolve().name}
-        source["identity"] = identity
+        path = self._checkpoint.path
+        source: dict[str, Any] = {"name": model_name(path), "identity": identity}
+        if (origin := Origin.of(path)) is not None:
+            revisions = revisions_at(path)
+            source |= {"repo": origin.repo, "commit": origin.commit, "revisions": revisions}
+        if self._quantize is not None:
+            plain = identity_of(self._checkpoint)
+            source |= {"quantized": asdict(self._quantize), "plain_identity": plain}
         if identity_of(self._checkpoint, self._quantize) != identity:
             raise CheckpointError(
                 f"{self._checkpoint.path} was changed while it was converted; convert it again"
             )
-        manifest = Manifest(self._plan, resident, experts, files=files, source=source)
+        manifest = Manifest(self.plan, resident, experts, files=files, source=source)
         write_file(folder / MANIFEST, encode(manifest))
         if self._experts3bit:
             self.write_3bit(Store.open(folder))
@@ -227,7 +270,7 @@ class _Job:
         return {name: copy_file(path, folder / name) for name, path in self._copied.items()}
 
     def _resident(self, path: Path, streams: Streams, journal: Journal) -> dict[str, int]:
-        names, nbytes = self._plan.resident, self._plan.resident_file_nbytes
+        names, nbytes = self.plan.resident, self.plan.resident_file_nbytes
         found = journal.finished(path, nbytes, len(names))
         if found is not None:
             self._report(nbytes)
@@ -239,12 +282,12 @@ class _Job:
     def _write_resident(self, path: Path, streams: Streams) -> dict[str, int]:
         checksums = {}
         with UncachedWriter(path, self._piece_nbytes) as writer:
-            for name, tensor in self._plan.resident.items():
+            for name, tensor in self.plan.resident.items():
                 weight = self._resolved.resident[name]
                 crc, start = 0, writer.written
                 rows = range(weight.shape[0])
                 for piece in packed(
-                    streams, "r", weight, rows, tensor.format, self._plan.layout, RESIDENT_ALIGN
+                    streams, "r", weight, rows, tensor.format, self.plan.layout, RESIDENT_ALIGN
                 ):
                     crc = zlib.crc32(piece.data, crc)
                     writer.write(piece)
@@ -255,22 +298,22 @@ class _Job:
 
     def _experts(self, folder: Path, streams: Streams, journal: Journal) -> Checksums:
         (folder / EXPERT_FOLDERS["4bit"]).mkdir(exist_ok=True)
-        layers, nbytes = [], self._plan.experts.stride * self._plan.num_experts
-        for layer in self._plan.moe_layers:
+        layers, nbytes = [], self.plan.experts.stride * self.plan.num_experts
+        for layer in self.plan.moe_layers:
             sources, path = self._resolved.experts[layer], expert_file(folder, layer)
-            found = journal.finished(path, nbytes, self._plan.num_experts)
+            found = journal.finished(path, nbytes, self.plan.num_experts)
             if found is not None:
                 self._report(nbytes)
             else:
-                found = self._write_layer(path, self._plan.experts, sources, streams)
+                found = self._write_layer(path, self.plan.experts, sources, streams)
                 journal.note(path, found)
             layers.append(found)
         return tuple(layers)
 
     def write_3bit(self, store: Store, alone: bool = True) -> None:
         """Add 3-bit experts, from a plain checkpoint's own numbers rather than from 4-bit codes."""
-        geometry = self._plan.geometry("3bit")
-        self._done = start = self.total_nbytes - self._plan.experts_nbytes("3bit")
+        geometry = self.plan.geometry("3bit")
+        self._done = start = self.total_nbytes - self.plan.experts_nbytes("3bit")
 
         def progress(done: int, _: int) -> None:
             self._report(start + done - self._done)
@@ -296,7 +339,7 @@ class _Job:
         """The file of a layer's records; their checksums."""
         record, checksums = aligned_buffer(geometry.stride), []
         with UncachedWriter(path, self._piece_nbytes) as writer:
-            for expert in range(self._plan.num_experts):
+            for expert in range(self.plan.num_experts):
                 self._fill_record(record, geometry, sources, streams, expert)
                 checksums.append(zlib.crc32(record.data))
                 writer.write(record)
@@ -312,7 +355,7 @@ class _Job:
         expert: int,
     ) -> None:
         """Padding is zero from the start and never written, so every record is deterministic."""
-        layout = self._plan.layout
+        layout = self.plan.layout
         align = RESIDENT_ALIGN if layout == "il16" else RECORD_ALIGN
         groups: dict[str, dict[str, Iterator[NDArray[np.uint8]]]] = {}
         ends = {part: segment.offset for part, segment in geometry.segments.items()}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Literal
 
 from aegis.checkpoint.config import ModelConfig, QuantSpec
 from aegis.checkpoint.source import Checkpoint
@@ -18,9 +19,17 @@ from aegis.convert.names import ExpertSource, Resolved, SourceWeight
 from aegis.errors import CheckpointError, UsageError
 from aegis.kernels.base import Format, Numbers
 from aegis.kernels.sizes import CODE_BITS, GROUPS
+from aegis.settings import Bits
 
 _TYPES: dict[str, Numbers] = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 _EIGHT_BIT = QuantSpec(8, 64)
+USUAL = QuantSpec(4, 64)
+"""What a plain checkpoint becomes where nobody says what."""
+Choice = QuantSpec | Literal["auto"] | None
+"""How a plain checkpoint is to be quantised; None: not at all; auto: as it was made last, or else
+as is usual."""
+SPECS = tuple(QuantSpec(bits, group) for bits in CODE_BITS for group in GROUPS)
+"""All that it could become."""
 
 
 def check_quantize(spec: QuantSpec) -> None:
@@ -33,6 +42,25 @@ def check_quantize(spec: QuantSpec) -> None:
         raise UsageError(f"there are no {spec.bits}-bit codes; choose 2, 3, 4, 5, 6 or 8 bits")
     if spec.group_size not in GROUPS:
         raise UsageError(f"there are no groups of {spec.group_size}; choose 32, 64 or 128")
+
+
+def quantization(bits: Bits, group_size: int) -> Choice:
+    """What ``bits`` and ``group_size`` of a request ask for.
+
+    Raises:
+        UsageError: there is no such width or group.
+    """
+    if bits == "auto":
+        return "auto"
+    if bits == "none":
+        return None
+    check_quantize(QuantSpec(bits, group_size))
+    return QuantSpec(int(bits), int(group_size))
+
+
+def is_plain(checkpoint: Checkpoint) -> bool:
+    """Whether its matrices are numbers rather than codes."""
+    return checkpoint.config.quantization is None
 
 
 def quantised(

@@ -8,7 +8,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from aegis.checkpoint.storage import PAGE_NBYTES, Storage, file_system, nearest_folder, storage_of
+from aegis.checkpoint.storage import (
+    PAGE_NBYTES,
+    Storage,
+    file_system,
+    free_nbytes,
+    nearest_folder,
+    storage_of,
+)
 
 NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "fuse.sshfs")
 
@@ -59,15 +66,6 @@ def _blocked(folder: Path) -> bool:
 def is_writable(folder: Path) -> bool:
     """Whether this process may create files in a folder (a read-only mount counts too)."""
     return os.access(folder, os.W_OK | os.X_OK)
-
-
-def free_nbytes(folder: Path) -> int | None:
-    """Space that this user may still fill."""
-    try:
-        disk = os.statvfs(folder)
-    except OSError:
-        return None
-    return disk.f_bavail * disk.f_frsize
 
 
 def _count_stores(folder: Path) -> int:

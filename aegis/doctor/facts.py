@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from aegis.convert.cache import cache_folder
-from aegis.convert.identity import EMBEDDED_NAME, embedded_path
+from aegis.convert.identity import EMBEDDED_NAME
 from aegis.doctor.cache import CacheFolder, inspect_cache
 from aegis.doctor.disk import USUAL_RECORD_NBYTES, DiskTest, measure_disk
 from aegis.doctor.huge_pages import HugePages, try_huge_pages
 from aegis.doctor.processor import Processor, read_processor
 from aegis.engine.limits import MemoryLimits, memory_limits
-from aegis.engine.planning import choose_backend, request_plan, resolve, store_layout
+from aegis.engine.planning import backend_layout, choose_backend, request_plan, resolve
+from aegis.engine.sources import find_source
 from aegis.errors import AegisError
 from aegis.kernels import registry
 from aegis.kernels.mlx.probe import lacks_cuda_headers
@@ -156,9 +157,9 @@ def embedded_model(backend: str | None = None) -> EmbeddedModel:
     Raises:
         CheckpointError, BackendError: it is damaged, or the backend cannot run here.
     """
-    path, name = embedded_path(), choose_backend(backend or _default_backend(), checked=False)
-    layout = store_layout(path, name)
-    request = resolve(path, layout, Settings(cap_nbytes=1, backend=name), name)
+    name = choose_backend(backend or _default_backend(), checked=False)
+    source = find_source(None, backend_layout(name))
+    request = resolve(source, Settings(cap_nbytes=1, backend=name), name)
     short = replace(request, context=min(SHORT_CONTEXT, request.context))
     everything = replace(request, settings=Settings(cap_nbytes=1 << 60, backend=name))
     smallest = request_plan(request).min_cap_nbytes
@@ -168,7 +169,7 @@ def embedded_model(backend: str | None = None) -> EmbeddedModel:
         min_cap_nbytes=smallest,
         short_min_cap_nbytes=request_plan(short).min_cap_nbytes,
         everything_nbytes=max(smallest, request_plan(everything).total_nbytes),
-        record_nbytes=layout.geometry("4bit").stride,
+        record_nbytes=request.layout.geometry("4bit").stride,
     )
 
 

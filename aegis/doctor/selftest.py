@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from aegis.checkpoint.store import Store
+from aegis.child import worker
 from aegis.convert.cache import cache_folder, cached_store_path
 from aegis.convert.identity import embedded_path
 from aegis.doctor.compare import RunResult, check
 from aegis.doctor.goldens import GOLDENS, Golden, load_goldens
 from aegis.doctor.processor import native_isas
-from aegis.doctor.shelter import deferred_signals, temporary_folder
+from aegis.doctor.shelter import temporary_folder
 from aegis.engine.limits import memory_limits
 from aegis.engine.numbers import device_of
 from aegis.engine.planning import (
@@ -30,8 +28,8 @@ from aegis.engine.planning import (
     request_plan,
     resolve,
     settings_for,
-    store_layout,
 )
+from aegis.engine.sources import find_source
 from aegis.errors import AegisError, StoreError
 from aegis.kernels import registry
 from aegis.kernels.base import Layout
@@ -201,12 +199,12 @@ def _caps(backend: str, store: Path) -> tuple[int, int, int]:
 
     What is there already is a store that lies in memory, which is a part of its plan.
     """
-    layout = store_layout(store, backend)
+    source = find_source(store, backend_layout(backend))
     plans = []
     for cap_nbytes in (1, 1 << 60):
         options = {"backend": backend, "context": CONTEXT, "activations": "f32"}
         settings = settings_for(cap_nbytes, options)
-        plans.append(request_plan(resolve(store, layout, settings, backend)))
+        plans.append(request_plan(resolve(source, settings, backend)))
     smallest = plans[0].min_cap_nbytes
     everything = max(smallest, plans[1].total_nbytes)
     return smallest, everything, dict(plans[1].items).get("store", 0)
@@ -241,22 +239,7 @@ def _subprocess(goldens: Path) -> Compute:
 
 def _ask(request: Mapping[str, Any], env: Mapping[str, str]) -> Mapping[str, Any]:
     """Have a worker process answer; whatever way it dies becomes a sentence."""
-    env = {"OPENBLAS_NUM_THREADS": "1", **os.environ, "PYTHONSAFEPATH": "1", **env}
-    with ExitStack() as stack:
-        # The worker dies when the other end closes, even if this process is killed.
-        lifeline, held = os.pipe()
-        stack.callback(os.close, held)
-        # A signal between the birth of the process and knowing it would leave it alone.
-        with deferred_signals():
-            process = subprocess.Popen(
-                [sys.executable, "-m", "aegis.doctor.worker", json.dumps(request)],
-                stdin=lifeline,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=env,
-            )
-            os.close(lifeline)
-            stack.callback(_end, process)
+    with worker("aegis.doctor.worker", [json.dumps(request)], env) as process:
         try:
             stdout, stderr = process.communicate(timeout=TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
@@ -265,16 +248,6 @@ def _ask(request: Mapping[str, Any], env: Mapping[str, str]) -> Mapping[str, Any
         return {"error": _how_it_died(process.returncode, stderr.decode(errors="replace"))}
     answer: Mapping[str, Any] = json.loads(stdout)
     return answer
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Nobody may write into a temporary folder any more."""
-    with deferred_signals():
-        process.kill()
-        process.wait()
-        for pipe in (process.stdout, process.stderr):
-            if pipe is not None:
-                pipe.close()
 
 
 def _how_it_died(code: int, stderr: str) -> str:

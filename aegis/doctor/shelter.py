@@ -7,14 +7,13 @@ import fcntl
 import os
 import secrets
 import shutil
-import signal
 import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from aegis.checkpoint.storage import nearest_folder, storage_of
-from aegis.doctor.cache import free_nbytes, is_writable
+from aegis.checkpoint.storage import free_nbytes, nearest_folder, storage_of
+from aegis.child import deferred_signals
+from aegis.doctor.cache import is_writable
 from aegis.errors import AegisError
 
 _PREFIX = ".aegis-doctor-"
@@ -72,26 +71,3 @@ def _remove_leftovers(parent: Path) -> None:
                     shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(fd)
-
-
-@contextlib.contextmanager
-def deferred_signals() -> Iterator[None]:
-    """Signals that would raise do so at the end: in between a step would be lost."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    caught: list[int] = []
-    before = {
-        number: handler
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        if callable(handler := signal.getsignal(number))
-    }
-    for number in before:
-        signal.signal(number, lambda number, frame: caught.append(number))
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        if caught:
-            signal.raise_signal(caught[0])

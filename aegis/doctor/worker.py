@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from aegis.child import die_with_parent
 from aegis.doctor.goldens import Golden, load_goldens
 from aegis.errors import AegisError
 
@@ -92,15 +91,9 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         return {"error": str(error) or type(error).__name__}
 
 
-def _die_with_parent() -> None:
-    """Nothing is ever written to stdin; it ends when the doctor does, whatever way that is."""
-    os.read(0, 1)
-    os._exit(1)
-
-
 def main() -> int:
     """Answer the request of the command line."""
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    die_with_parent()
     try:
         sys.stdout.write(json.dumps(answer(json.loads(sys.argv[1]))))
     except KeyboardInterrupt:

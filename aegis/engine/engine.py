@@ -6,7 +6,6 @@ import weakref
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
@@ -17,6 +16,7 @@ from aegis.engine.lookahead import Lookahead
 from aegis.engine.opening import Opened, open_model
 from aegis.engine.planning import settings_for
 from aegis.engine.token_ids import refuse_no_ids, token_array, whole
+from aegis.engine.tracing import Tracing
 from aegis.engine.turn import Turn, in_turn
 from aegis.errors import AegisError, UsageError
 from aegis.planner import format_size
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     from aegis.checkpoint.store import Store
     from aegis.engine.sampling import Sampler
+    from aegis.engine.sources import Model
+    from aegis.hub.remote import OnDownload
     from aegis.planner import LedgerRow, MemoryPlan
     from aegis.text.tokenizer import Tokenizer
     from aegis.tiers.stats import TierStats
@@ -69,30 +71,38 @@ class Engine:
     @classmethod
     def open(
         cls,
-        path: str | Path | None = None,
+        path: Model = None,
         *,
         cap: str | int = "4GiB",
         progress: Callable[[int, int], None] | None = None,
         on_plan: Callable[[MemoryPlan], None] | None = None,
+        on_download: OnDownload | None = None,
         **options: Any,
     ) -> Engine:
-        """Open a store, or a checkpoint folder, which is converted into the cache first.
+        """Open a store, or a checkpoint folder, which is converted into the cache first, or a model
+        of the Hugging Face hub, which is downloaded before.
 
         Args:
-            path: folder; None is the embedded model.
+            path: folder, or as text ``ORG/NAME`` or ``ORG/NAME@REVISION`` on the hub, or
+                ``synthetic:SHAPE``; None is the embedded model. See ``aegis.engine.sources``.
             cap: the memory cap, as bytes or as text such as ``"200MiB"``.
             progress: called with (done, total) bytes while converting.
-            on_plan: called with the plan before anything large is allocated.
-            options: fields of ``aegis.settings.Settings``: backend, context, experts, embedding,
+            on_plan: called with the plan before anything large is downloaded or allocated.
+            on_download: called with (done, total, sentence) while downloading: bytes, and what goes
+                where.
+            options: fields of ``aegis.settings.Settings``: backend, context, experts, bits and
+                group_size (of a plain checkpoint, quantised to 4 bits otherwise), embedding,
                 policy, guess, guess_width, io_threads, threads, prefill_step, max_slots,
                 activations; ``device_cap``, as bytes or text: what may lie in the memory of an
                 NVIDIA GPU, while ``cap`` is for the host alone.
 
         Raises:
             PlanError: the plan does not fit; nothing was allocated.
-            UsageError, CheckpointError, StoreError, TokenizerError, BackendError: as they say.
+            UsageError, HubError, CheckpointError, StoreError, TokenizerError, BackendError: as they
+            say.
         """
-        return cls(open_model(path, settings_for(cap, options), progress, on_plan))
+        settings = settings_for(cap, options)
+        return cls(open_model(path, settings, progress, on_plan, on_download))
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
@@ -210,6 +220,11 @@ class Engine:
         the next call.
         """
         return self._feed(ids)
+
+    def tracing(self) -> Tracing:
+        """A context in which the routing of every token that is decoded is recorded."""
+        self._check_open()
+        return Tracing(self._opened)
 
     def _feed(self, ids: Sequence[int]) -> Any:
         self._check_open()

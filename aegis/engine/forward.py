@@ -36,8 +36,20 @@ class Embed(Protocol):
         """ids [T] to [T, H]."""
 
 
+class Observer(Protocol):
+    """Looks on while tokens are decoded one by one."""
+
+    def look(self, index: int, x: Array) -> None:
+        """What an MoE layer's router is about to see [1, H]."""
+
+    def chose(self, experts: NDArray[np.int32]) -> None:
+        """What it chose [K]."""
+
+
 class Forward:
     """Runs a decoder over expert tiers."""
+
+    observer: Observer | None = None
 
     def __init__(
         self,
@@ -74,7 +86,12 @@ class Forward:
             elif (table := self._table(mlp.index)) is None:
                 self.count()
                 x = layer.attention(x, layer.cache, position)
-                x = self._decode_experts(mlp, x, mlp.router(x, candidates))
+                if self.observer is not None:
+                    self.observer.look(mlp.index, x)
+                routing = mlp.router(x, candidates)
+                if self.observer is not None:
+                    self.observer.chose(routing.experts[0])
+                x = self._decode_experts(mlp, x, routing)
             else:
                 x, routing = self._queued[mlp.index](x, layer.cache, position, table)
                 unseen.append((mlp.index, routing))
@@ -130,7 +147,7 @@ class Forward:
     def _table(self, index: int) -> Array | None:
         """Where a layer's experts lie, if the backend can use it and nothing needs the routing:
         all are in slots, and so are the next layer's, which would otherwise be guessed."""
-        if self._queue is None:
+        if self._queue is None or self.observer is not None:
             return None
         table, following = self._tiers.table(index), index + 1
         if table is None:

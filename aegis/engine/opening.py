@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from aegis.checkpoint.hold import Hold
 from aegis.checkpoint.storage import storage_of
 from aegis.engine import memory
 from aegis.engine.backends import backend_errors
@@ -18,12 +19,14 @@ from aegis.engine.planning import (
     Request,
     backend_layout,
     choose_backend,
+    find_model,
     request_plan,
     resolve,
-    store_layout,
+    store_nbytes,
 )
 from aegis.engine.recurrent import Recurrence
 from aegis.engine.sampling import warm_up
+from aegis.engine.sources import Model, Progress
 from aegis.errors import AegisError, PlanError, ReadError, StoreError
 from aegis.kernels import registry
 from aegis.kernels.sizes import align_up
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
 
     from aegis.checkpoint.layout import ExpertGeometry
     from aegis.checkpoint.store import Store
+    from aegis.hub.remote import OnDownload
     from aegis.kernels.base import Backend, KVCache, RecurrentState, Weight
     from aegis.text.tokenizer import Tokenizer
 
@@ -68,9 +72,13 @@ class Opened:
     arena: Arena
     backend: Backend
     decoder: Decoder
+    weights: dict[str, Weight]
+    """Resident tensors."""
     files: ExpertFiles
     tiers: ExpertTiers
     disk_embedding: DiskEmbedding | None
+    hold: Hold
+    """Of the store, which nobody deletes meanwhile."""
     runtime_nbytes: int
     """Measured after loading libraries and tokenizer, before the arena."""
 
@@ -169,6 +177,7 @@ class Opened:
         self.forward.close()
         # These hold weights, slots and states that are the backend's own.
         self.recurrence.close()
+        self.weights.clear()
         del self.decoder
         self.backend.close()
         self.arena.close()
@@ -177,37 +186,36 @@ class Opened:
         """What a forked child has of it: open files."""
         self.governor.close()
         self.files.close()
+        self.hold.close()
         if self.disk_embedding is not None:
             self.disk_embedding.close()
 
 
 def open_model(
-    path: str | Path | None,
+    model: Model,
     settings: Settings,
-    progress: Callable[[int, int], None] | None,
+    progress: Progress | None,
     on_plan: Callable[[MemoryPlan], None] | None,
+    on_download: OnDownload | None = None,
 ) -> Opened:
-    """Plan from headers, refuse what does not fit, then convert, allocate and load."""
-    from aegis.checkpoint.source import Checkpoint
-    from aegis.checkpoint.store import is_store
-    from aegis.convert.cache import ensure_store, refuse_without_3bit
-    from aegis.convert.identity import embedded_path, model_name
-
-    folder = embedded_path() if path is None else Path(path)
+    """Plan from headers, refuse what does not fit, then download, convert, allocate and load."""
     backend = choose_backend(settings.backend)
-    # Opened once for all that follows: headers are read once.
-    source = folder if is_store(folder) else Checkpoint.open(folder)
-    request = resolve(source, store_layout(source, backend), settings, backend)
+    layout, experts = backend_layout(backend), settings.experts
+    # Found once for all that follows: headers are read once.
+    source = find_model(model, backend, settings)
+    request = resolve(source, settings, backend)
     plan = request_plan(request)
     if not plan.feasible:
         raise PlanError(plan.refusal())
-    if settings.experts == "3bit":
-        refuse_without_3bit(source, backend_layout(backend))
+    if experts == "3bit":
+        source.refuse_without_3bit(layout)
     if on_plan is not None:
         on_plan(plan)
+    source = source.brought(store_nbytes(request), on_download)
     # Before converting, which may take minutes: a damaged tokenizer is found in a moment.
-    tokenizer = _load_tokenizer(folder)
-    store = ensure_store(source, backend_layout(backend), progress)
+    tokenizer = None if source.folder is None else _load_tokenizer(source.folder)
+    store = source.make(layout, experts, progress)
+    tokenizer = tokenizer or _load_tokenizer(store.path)
     if store.layout != request.layout:
         raise StoreError(f"{store.path} holds another model than it is named for; remove it")
     # Known for certain only now, with a file of its own to try.
@@ -216,7 +224,7 @@ def open_model(
     memory.trim()
     try:
         with backend_errors(), ExitStack() as undo:
-            opened = _allocate(undo, model_name(folder), store, request, plan, tokenizer)
+            opened = _allocate(undo, source.name, store, request, plan, tokenizer)
             undo.pop_all()
             return opened
     except TiersError as error:
@@ -254,6 +262,8 @@ def _allocate(
     settings, layout = request.settings, store.layout
     items = dict(plan.items)
     geometry = layout.geometry(settings.experts)
+    hold = Hold(store.path)
+    undo.callback(hold.close)
     paths = store.expert_paths(settings.experts)
     files = ExpertFiles(
         paths,
@@ -309,9 +319,11 @@ def _allocate(
         arena=arena,
         backend=backend,
         decoder=decoder,
+        weights=weights,
         files=files,
         tiers=tiers,
         disk_embedding=disk,
+        hold=hold,
         runtime_nbytes=runtime_nbytes,
     )
 

@@ -6,12 +6,10 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from mmap import PAGESIZE
-from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from aegis.checkpoint.config import tokenizer_nbytes
 from aegis.checkpoint.storage import DIRECT, Storage, storage_of
+from aegis.convert.targets import quantization
 from aegis.engine.backends import backend_errors
 from aegis.engine.limits import MemoryLimits, memory_limits
 from aegis.engine.memory import resident_nbytes
@@ -23,6 +21,7 @@ from aegis.engine.numbers import (
     prefill_steps,
     runtime_name,
 )
+from aegis.engine.sources import Model, Source, find_source
 from aegis.errors import BackendError, UsageError, shown
 from aegis.kernels import registry
 from aegis.kernels.base import SlotPart, WorkspaceSpec
@@ -163,6 +162,16 @@ def backend_layout(backend: str) -> Layout:
     return "row" if backend == "mlx" else "il16"
 
 
+def find_model(model: Model, backend: str, settings: Settings) -> Source:
+    """The store that a name stands for, or else what its store will be made of.
+
+    Raises:
+        As ``find_source``.
+    """
+    choice = quantization(settings.bits, settings.group_size)
+    return find_source(model, backend_layout(backend), settings.experts, choice)
+
+
 def compute_threads(requested: int | None) -> int:
     """Threads to compute with: as asked for, never more than the processors there are.
 
@@ -172,27 +181,17 @@ def compute_threads(requested: int | None) -> int:
     return default_threads() if requested is None else min(requested, usable_processors())
 
 
-def store_layout(path: str | PathLike[str], backend: str) -> StoreLayout:
-    """Sizes of a store, or of the store that a checkpoint would become; reads headers only."""
-    from aegis.checkpoint.store import is_store
-    from aegis.convert.cache import open_store
-    from aegis.convert.layout import layout_of_checkpoint
-
-    wanted = backend_layout(backend)
-    return open_store(path, wanted).layout if is_store(path) else layout_of_checkpoint(path, wanted)
-
-
-def resolve(
-    path: str | PathLike[str], layout: StoreLayout, settings: Settings, backend: str
-) -> Request:
-    """Settle context and threads for the model in ``path``.
+def resolve(source: Source, settings: Settings, backend: str) -> Request:
+    """Settle context and threads for a model, from headers alone.
 
     Raises:
         UsageError: the context is longer than the model's.
-        StoreError: the store does not hold what its config says.
+        CheckpointError: the checkpoint is damaged, incomplete or not supported.
+        StoreError: the store does not hold what its config says, or has another layout.
         TokenizerError: tokenizer.json is missing or cannot be one.
         BackendError: the backend has no kernels for the model's sizes.
     """
+    layout = source.layout(backend_layout(backend))
     shape = family(layout.model_type).shape(layout.config)
     check_layout(layout)
     context = settings.context or min(DEFAULT_CONTEXT, shape.max_position_embeddings)
@@ -202,7 +201,6 @@ def resolve(
             f" {shape.max_position_embeddings}; choose one in that range"
         )
     threads = compute_threads(settings.threads)
-    tokenizer, storage = tokenizer_nbytes(Path(path)), store_storage(path, layout.layout)
     device = device_of(backend)
     request = Request(
         settings=settings,
@@ -211,10 +209,10 @@ def resolve(
         context=context,
         shape=shape,
         layout=layout,
-        tokenizer_nbytes=tokenizer,
+        tokenizer_nbytes=source.tokenizer_nbytes,
         device=device,
         numbers=numbers_of(settings, device, layout),
-        storage=storage,
+        storage=store_storage(source, layout.layout),
     )
     _refuse_unsupported(request)
     return request
@@ -231,12 +229,11 @@ def _refuse_unsupported(request: Request) -> None:
         )
 
 
-def store_storage(path: str | PathLike[str], layout: Layout) -> Storage:
-    """How the files of a store are read, or of the one in the cache that ``path`` has or gets."""
-    from aegis.checkpoint.store import RESIDENT, is_store
-    from aegis.convert.cache import cached_store_path
+def store_storage(source: Source, layout: Layout) -> Storage:
+    """How the files of a model's store are read, or will be where it will lie."""
+    from aegis.checkpoint.store import RESIDENT
 
-    store = Path(path) if is_store(path) else cached_store_path(path, layout)
+    store = source.place(layout)
     resident = store / RESIDENT
     return storage_of(resident if resident.is_file() else store)
 
@@ -301,12 +298,12 @@ def _plan_request(request: Request) -> PlanRequest:
             " all of it for every token; use --embedding ram or auto"
         )
     with_table, without = layout.resident_nbytes(), layout.resident_nbytes({"embed_tokens"})
-    store_nbytes = _store_nbytes(request) if request.storage.kind == "memory" else 0
-    there = store_nbytes if request.storage.there else 0
+    in_memory = store_nbytes(request) if request.storage.kind == "memory" else 0
+    there = in_memory if request.storage.there else 0
     return PlanRequest(
         cap_nbytes=settings.cap_nbytes,
         runtime_nbytes=runtime.steady_nbytes,
-        load_peak_nbytes=runtime.load_peak_nbytes + store_nbytes,
+        load_peak_nbytes=runtime.load_peak_nbytes + in_memory,
         resident_nbytes=without,
         embedding_nbytes=with_table - without,
         kv_nbytes=shape.num_attention_layers * align_up(kv_nbytes(request.kv_spec), 64),
@@ -323,7 +320,7 @@ def _plan_request(request: Request) -> PlanRequest:
         logits_nbytes=logits,
         io_nbytes=IO_NBYTES + _bounced_nbytes(request),
         page_cache_nbytes=_page_cache_nbytes(request),
-        store_nbytes=store_nbytes,
+        store_nbytes=in_memory,
         reserve_nbytes=_reserve_nbytes(request),
         around=surroundings(memory_limits(), runtime.steady_nbytes, there),
         device=device_share(settings, request.device),
@@ -340,7 +337,7 @@ def _recurrent_nbytes(request: Request) -> int:
     return len(shape.delta_layers) * align_up(recurrent_nbytes(shape.delta), 64)
 
 
-def _store_nbytes(request: Request) -> int:
+def store_nbytes(request: Request) -> int:
     """All files of the store that take space."""
     layout, kinds = request.layout, {"4bit", request.settings.experts}
     experts = sum(layout.experts_nbytes(kind) for kind in kinds)
@@ -380,12 +377,13 @@ def _reserve_nbytes(request: Request) -> int:
     return RESERVE_NBYTES + align_up(sampling + prompt + threads * THREAD_NBYTES, _ROW_ALIGN)
 
 
-def make_plan(path: str | Path, settings: Settings) -> MemoryPlan:
-    """The plan for a store or a checkpoint that is not converted yet; nothing is written.
+def make_plan(model: Model, settings: Settings) -> MemoryPlan:
+    """The plan for a store, or for a model whose store is not made yet; nothing is written.
 
     Raises:
-        CheckpointError, StoreError, UsageError, BackendError: the request cannot be planned. A
-        plan that does not fit is returned with ``feasible`` false, not raised.
+        HubError, CheckpointError, StoreError, UsageError, BackendError: the request cannot be
+        planned. A plan that does not fit is returned with ``feasible`` false, not raised.
     """
     backend = choose_backend(settings.backend)
-    return request_plan(resolve(path, store_layout(path, backend), settings, backend))
+    source = find_model(model, backend, settings)
+    return request_plan(resolve(source, settings, backend))

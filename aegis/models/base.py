@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         Segment,
         Weight,
     )
+    from aegis.models.decoder import Description
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,9 @@ class Parts:
 
 class Family(Protocol):
     """The interface of a module in aegis.models."""
+
+    def describe(self, config: ModelConfig) -> Description:
+        """Sizes, and what of the maths is not the same in every family."""
 
     def tensor_map(self, config: ModelConfig) -> TensorMap:
         """Names and shapes of every tensor the checkpoint must hold."""

@@ -37,7 +37,14 @@ from aegis.models.rotary import Rotary, rotary_frequencies
 
 if TYPE_CHECKING:
     from aegis.checkpoint.config import ModelConfig
-    from aegis.kernels.base import AttentionBlock, LatentAttentionSpec, LatentSizes
+    from aegis.kernels.base import (
+        AttentionBlock,
+        Backend,
+        LatentAttentionSpec,
+        LatentSizes,
+        RouterBlock,
+        Weight,
+    )
 
 
 SIGMOID_ROUTER = frozenset(
@@ -344,16 +351,23 @@ def _layers(model: Description, parts: Parts) -> list[DecoderLayer]:
 
 def _moe(model: Description, parts: Parts, index: int) -> MoeBlocks:
     """The experts of the MoE layer that has this index among them."""
-    layers, weights, backend = model.shape.moe_layers, parts.weights, parts.backend
-    layer, router = layers[index], _router(model)
-    following = router_weights(weights, layers[index + 1]) if index + 1 < len(layers) else None
+    shared = shared_expert_weights(parts.weights, model.shape.moe_layers[index])
     return MoeBlocks(
-        router=backend.router(
-            router, router_weights(weights, layer), None if following is None else router, following
-        ),
-        experts=backend.experts(_experts(model, parts), shared_expert_weights(weights, layer)),
+        router=router_block(model, parts.backend, parts.weights, index),
+        experts=parts.backend.experts(_experts(model, parts), shared),
         index=index,
     )
+
+
+def router_block(
+    model: Description, backend: Backend, weights: Mapping[str, Weight], index: int, ahead: int = 1
+) -> RouterBlock:
+    """The router of an MoE layer, which guesses for the one ``ahead`` of it, if there is one."""
+    layers, router = model.shape.moe_layers, _router(model)
+    own, place = router_weights(weights, layers[index]), index + ahead
+    if place >= len(layers):
+        return backend.router(router, own, None, None)
+    return backend.router(router, own, router, router_weights(weights, layers[place]))
 
 
 def _attention(model: Description, parts: Parts, layer: int) -> AttentionBlock:

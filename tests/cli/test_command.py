@@ -18,7 +18,7 @@ SMALL = ("--backend", "reference", "-c", "64", "--cap", "1GiB")
 def test_help_lists_every_verb(aegis: Aegis) -> None:
     done = aegis("--help")
     assert done.returncode == 0
-    for verb in ("run", "plan", "sweep", "convert", "verify"):
+    for verb in ("run", "plan", "sweep", "pull", "convert", "list", "show", "rm", "verify"):
         assert f"  {verb} " in done.stdout
         told = aegis(verb, "--help")
         assert told.returncode == 0
@@ -69,8 +69,8 @@ def test_without_a_cap_the_choice_is_printed(aegis: Aegis) -> None:
     ("arguments", "sentence"),
     [
         (("plan", "--cap", "4"), "write 4GiB"),
-        (("run", "org/name", "hi"), "downloading"),
-        (("run", "synthetic:x", "hi"), "synthetic"),
+        (("plan", "nowhere"), "or ORG/NAME of a model on the Hugging Face hub"),
+        (("run", "synthetic:x", "hi"), "there is no shape"),
         (("run", "--kv-format", "q8", "hi"), "kv-format"),
         (("run", "--guess-width", "17", "hi"), "guess-width"),
         (("run", "--temp", "-1", "hi"), "temperature"),
@@ -256,8 +256,9 @@ def test_a_plain_checkpoint_is_quantised_into_a_store_that_runs(
     aegis: Aegis, tmp_path: Path
 ) -> None:
     plain = str(write_checkpoint(tmp_path / "plain", dense=True))
-    made = aegis("convert", plain, "store", "--bits", "4", "--experts", "3bit", "--json")
+    made = aegis("convert", plain, "store", "--experts", "3bit", "--json")
     assert json.loads(made.stdout)["experts"] == ["4bit", "3bit"], made.stderr
+    assert "the numbers of plain become 4-bit codes in groups of 64; --bits 8" in made.stderr
     done = aegis("run", "store", "one", "--raw", "-n", "4", "--ignore-eos", "-q", *SMALL)
     assert done.returncode == 0, done.stderr
     other = aegis("convert", plain, "store", "--bits", "4", "--group-size", "32")
@@ -267,7 +268,7 @@ def test_a_plain_checkpoint_is_quantised_into_a_store_that_runs(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--bits", "4"], "name the folder STORE"),
+        (["--bits", "none", "--group-size", "32"], "goes with --bits"),
         (["store", "--group-size", "32"], "goes with --bits"),
         (["store", "--bits", "7"], "'7' is not one of"),
     ],

@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 import pytest
 
+from aegis.checkpoint.hub_cache import HubName
 from aegis.cli.source import names_model, resolve_model, resolve_request
 from aegis.errors import UsageError
 
@@ -36,12 +37,16 @@ def piped(monkeypatch: pytest.MonkeyPatch, text: bytes) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("text", ["folder", "org/name", "synthetic:30b", "./gone", "/gone", "~/x"])
+@pytest.mark.parametrize(
+    "text", ["folder", "org/name", "org/name@v1", "synthetic:30b", "./gone", "/gone", "~/x"]
+)
 def test_a_path_a_hub_name_and_synthetic_are_models(text: str) -> None:
     assert names_model(text)
 
 
-@pytest.mark.parametrize("text", ["Why?", "What is 3/4 of 12?", "hello", "x" * 5000, "a\0b"])
+@pytest.mark.parametrize(
+    "text", ["Why?", "What is 3/4 of 12?", "hello", "24/7", "this and/or that", "x" * 5000, "a\0b"]
+)
 def test_anything_else_is_a_prompt(text: str) -> None:
     assert not names_model(text)
     assert resolve_request([text], None, None, None).model is None
@@ -50,6 +55,19 @@ def test_anything_else_is_a_prompt(text: str) -> None:
 def test_a_single_positional_is_model_or_prompt_by_its_looks() -> None:
     assert resolve_request(["folder"], None, None, None).model == Path("folder")
     assert resolve_request(["Why is it so?"], None, None, None).prompt == "Why is it so?"
+
+
+def test_a_name_on_the_hub_is_one_unless_a_folder_is_called_so(tmp_path: Path) -> None:
+    assert resolve_model("org/name") == HubName("org/name")
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    assert resolve_model("org/name") == Path("org/name")
+
+
+def test_a_lone_word_like_a_model_may_have_been_meant_as_a_prompt() -> None:
+    assert resolve_request(["and/or"], None, None, None).ambiguous
+    for positionals, prompt in ((["and/or", "x"], None), (["and/or"], "x"), (["folder"], None)):
+        assert not resolve_request(positionals, None, prompt, None).ambiguous
+    assert not resolve_request([], "and/or", None, None).ambiguous
 
 
 def test_two_positionals_are_model_and_prompt() -> None:
@@ -143,8 +161,7 @@ def test_what_is_piped_exactly_keeps_its_ends(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("org/name", "downloading"),
-        ("synthetic:x", "synthetic models are not supported"),
+        ("synthetic:x", r"there is no shape .x.; choose one of qwen3.6-35b-a3b, .* config.json"),
         ("./gone", "there is no folder"),
         ("file", "is a file"),
         ("file.gguf", "is a GGUF file, which aegis does not read; give the folder"),

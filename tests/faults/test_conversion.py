@@ -11,12 +11,11 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_tools import python_script
+from fault_tools import Failing, python_script
 from strategies import write_checkpoint
 
 from aegis.checkpoint.store import Store
@@ -44,25 +43,6 @@ def sound(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, b
 def contents(folder: Path) -> dict[str, bytes]:
     files = (path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
-
-
-class Failing:
-    """Lets the n-th call of some functions of os fail; counts all."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, error: int, at: int, *names: str) -> None:
-        self.calls = 0
-        self._error, self._at = error, at
-        for name in names:
-            patch.setattr(os, name, self._wrapped(getattr(os, name)))
-
-    def _wrapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def failing(*args: Any, **options: Any) -> Any:
-            self.calls += 1
-            if self.calls == self._at:
-                raise OSError(self._error, os.strerror(self._error))
-            return function(*args, **options)
-
-        return failing
 
 
 SENTENCES = {
@@ -347,8 +327,8 @@ def test_older_stores_of_a_name_are_listed_and_others_are_not(
     for path in (*older, *(cache / name for name in others)):
         path.mkdir()
         (path / "file").write_bytes(bytes(3 << 20))
-    assert older_stores(source) == older
-    note_older_stores(source)
+    assert older_stores(now) == older
+    note_older_stores(now)
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(" is an older store")[0] for line in lines] == [
         f"{path} (3 MiB)" for path in older

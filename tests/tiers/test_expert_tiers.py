@@ -4,6 +4,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,27 @@ def test_every_slot_handed_out_holds_its_experts_bytes(
     assert total.useful + total.wasted + total.cancelled <= total.guesses
     assert total.read_nbytes == pool.read_nbytes
     memory.arena.close()
+
+
+@given(setups())
+def test_without_guesses_who_stays_does_not_depend_on_the_order_in_which_reads_end(
+    stores: dict[int, ExpertFiles], setup: Setup
+) -> None:
+    files, seen = stores[setup.num_experts], []
+    for order in (1, 2):
+        memory, rng = SlotReader(setup.num_slots), random.Random(setup.seed)
+        pool = ShufflingPool(setup.seed + order, threads=order)
+        tiers = open_tiers(files, memory, replace(setup, guess="none"), pool)
+        held = []
+        for layer_index in (*range(NUM_LAYERS), *range(NUM_LAYERS)) * 3:
+            chosen = sorted(rng.sample(range(setup.num_experts), setup.chosen))
+            decode_layer(tiers, memory, layer_index, chosen, [])
+            held.append([memory.slots.key_of[slot] for slot in memory.slots.hot])
+        total = tiers.stats.totals()
+        seen.append((held, total.hits, total.hot_hits, total.misses, total.late))
+        tiers.close()
+        memory.arena.close()
+    assert seen[0] == seen[1]
 
 
 @pytest.mark.parametrize("kind", ["native", "python"])
