@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aegis.checkpoint.manifest import FORMAT_VERSION
 from aegis.checkpoint.source import Checkpoint
-from aegis.checkpoint.store import Store, is_store
+from aegis.checkpoint.store import Store, is_store, without_3bit
 from aegis.convert.identity import embedded_path, identity_of, model_name
 from aegis.errors import StoreError
 from aegis.kernels.base import Layout
@@ -107,14 +106,13 @@ def refuse_without_3bit(path: str | os.PathLike[str], layout: Layout) -> None:
     if is_store(path):
         Store.open(path).expert_paths("3bit")
         return
+    other = False
     with contextlib.suppress(StoreError):  # Not there, or damaged: it will be made, without them.
-        if Store.open(cached_store_path(path, layout)).has_3bit:
+        store = Store.open(cached_store_path(path, layout))
+        if store.has_3bit:
             return
-    folder = os.fspath(path)
-    raise StoreError(
-        f"{folder} has no 3-bit experts yet; make them with 'aegis convert --experts 3bit"
-        f" {shlex.quote(folder)}'"
-    )
+        other = store.manifest.other_3bit
+    raise without_3bit(path, other)
 
 
 def ensure_store(
