@@ -177,7 +177,7 @@ class UncachedWriter:
             self._fill += count
             done += count
             if self._fill == self._buffer.size:
-                self._flush()
+                self.flush()
         self.written += data.size
 
     def pad_to(self, alignment: int) -> None:
@@ -186,7 +186,8 @@ class UncachedWriter:
         if missing:
             self.write(np.zeros(missing, dtype=np.uint8))
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Write what is buffered: whole pages, where reads and writes are direct."""
         view = self._buffer[: self._fill].data
         while view:
             try:
@@ -210,7 +211,7 @@ class UncachedWriter:
     def close(self) -> None:
         """Write what is buffered and wait until everything is on the disk."""
         try:
-            self._flush()
+            self.flush()
             os.fsync(self._fd)
             drop_pages(self._fd)
         finally:

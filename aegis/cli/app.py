@@ -16,7 +16,7 @@ from aegis.cli.wrong_usage import sentence
 from aegis.errors import BARE_SOURCES, AegisError
 
 INTERRUPTED = 130
-VERBS = ("run", "plan", "sweep", "convert", "verify", "doctor")
+VERBS = ("run", "plan", "sweep", "convert", "verify", "eval", "doctor")
 
 
 class LazyGroup(click.Group):
