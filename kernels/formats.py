@@ -441,7 +441,7 @@ def _moments_of_halves(words: U32, group_size: int) -> tuple[I64, I64, I64, I64]
 @functools.cache
 def _moments_of_fours() -> NDArray[np.uint64]:
     """By each four codes of a uint16, the four sums in the 16-bit parts of one number."""
-    codes = unpack_codes(np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)[:, None], 4)
+    codes = unpack_codes(np.arange(1 << 16, dtype=np.uint32)[:, None], 4)[:, :4]
     q, r = (codes >> 1).astype(np.uint16), (codes & 1).astype(np.uint16)
     sums = np.stack([x.sum(axis=1, dtype=np.uint16) for x in (q, r, q * q, q * r)], axis=1)
     return np.ascontiguousarray(sums).view(np.uint64)[:, 0]

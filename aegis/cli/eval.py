@@ -58,6 +58,8 @@ class _Side:
     options: Options
     request: Request
     result: dict[str, Any] = field(default_factory=dict)
+    free_nbytes: int = 0
+    """What the cap leaves before anything is loaded."""
 
     @contextmanager
     def opened(self) -> Iterator[Engine]:
@@ -152,36 +154,40 @@ def command(a: str | None, b: str | None, **options: Any) -> int:
     folders = [model_folder(resolve_model(a))]
     if b is not None or asked:
         folders.append(folders[0] if b is None else resolve_model(b) or folders[0])
-    ids = _ids(folders, options, choice.single)
-    sides = _sides(folders, options, asked, choice.single, len(ids) - 1)
-    _run(sides, ids, options)
+    sides = _sides(folders, options, asked, choice.single)
+    _run(sides, _ids(sides, options), options)
     return 0
 
 
-def _ids(folders: list[Path], options: Options, cap_nbytes: int) -> list[int]:
-    """The text as ids, the same to every model; UsageError where it is not."""
+def _ids(sides: list[_Side], options: Options) -> list[int]:
+    """The text as ids, the same to every model.
+
+    Raises:
+        UsageError: it is not, or there is too little or too much of it.
+    """
     from aegis.engine.engine import ENCODING_NBYTES
     from aegis.text.tokenizer import Tokenizer
 
     text = _read_text(options["text"], options["tokens"])
-    if len(text) * ENCODING_NBYTES > cap_nbytes // 2:
+    if len(text) * ENCODING_NBYTES > min(side.free_nbytes for side in sides):
         raise UsageError(
-            f"encoding {len(text)} characters at once takes more than half of the cap; take fewer"
-            " tokens (-n) or a larger cap"
+            f"encoding {len(text)} characters of text at once takes more than the cap leaves; take"
+            " fewer tokens (-n) or a larger cap"
         )
     found: list[list[int]] = []
-    for folder in dict.fromkeys(folders):
+    for folder in dict.fromkeys(side.folder for side in sides):
         ids = Tokenizer.open(folder).encode(text)[: options["tokens"]]
         if found and ids != found[0]:
             raise UsageError(
-                f"{folders[0]} and {folder} have different tokenizers, which make other tokens of"
-                " the text, so that their predictions cannot be compared; give stores of one model"
+                f"{sides[0].folder} and {folder} have different tokenizers, which make other tokens"
+                " of the text, so that their predictions cannot be compared; give stores of one"
+                " model"
             )
         found.append(ids)
     if len(found[0]) < 2:
         raise UsageError(
-            f"the text has {len(found[0])} tokens; give one of at least 2, of which one can be"
-            " predicted"
+            f"the text has {len(found[0])} tokens; give one of at least 2, so that there is one to"
+            " predict"
         )
     return found[0]
 
@@ -200,9 +206,7 @@ def _read_text(path: str | None, tokens: int) -> str:
         raise UsageError(f"the text {file} cannot be read as UTF-8: {error}") from None
 
 
-def _sides(
-    folders: list[Path], options: Options, asked: Options, cap_nbytes: int, positions: int
-) -> list[_Side]:
+def _sides(folders: list[Path], options: Options, asked: Options, cap_nbytes: int) -> list[_Side]:
     """The models with their plans, before anything is computed.
 
     Raises:
@@ -221,7 +225,7 @@ def _sides(
             f" {sizes[1]}, so that their predictions cannot be compared; give stores of one model"
         )
     limits = [shape.max_position_embeddings for shape in shapes]
-    context = options["ctx_size"] or min(DEFAULT_CONTEXT, positions, *limits)
+    context = options["ctx_size"] or min(DEFAULT_CONTEXT, options["tokens"] - 1, *limits)
     for side in sides:
         side.options["ctx_size"] = context
         side.request = _request(side.folder, cap_nbytes, side.options)
@@ -249,6 +253,7 @@ def _refuse(side: _Side) -> None:
     plan = request_plan(side.request)
     if not plan.feasible:
         raise PlanError(plan.refusal())
+    side.free_nbytes = plan.cap_nbytes - dict(plan.items)["runtime"]
     if side.options["experts"] == "3bit":
         refuse_without_3bit(side.folder, side.request.layout.layout)
 

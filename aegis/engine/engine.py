@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from types import TracebackType
@@ -416,7 +416,7 @@ class Engine:
             raise UsageError(f"token id {wanted} is outside the vocabulary of {vocab_size}")
         return wanted
 
-    def _hidden(self, ids: Sequence[int], start: int) -> Iterator[tuple[Any, int]]:
+    def _hidden(self, ids: Sequence[int], start: int) -> Generator[tuple[Any, int], None, None]:
         """Compute ids[start:] in chunks; yields (hidden [T, H], absolute position of its first).
 
         Where layers have recurrent states it may begin before ``start``.
