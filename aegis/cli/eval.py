@@ -168,12 +168,8 @@ def _ids(sides: list[_Side], options: Options) -> list[int]:
     from aegis.engine.engine import ENCODING_NBYTES
     from aegis.text.tokenizer import Tokenizer
 
-    text = _read_text(options["text"], options["tokens"])
-    if len(text) * ENCODING_NBYTES > min(side.free_nbytes for side in sides):
-        raise UsageError(
-            f"encoding {len(text)} characters of text at once takes more than the cap leaves; take"
-            " fewer tokens (-n) or a larger cap"
-        )
+    room = min(side.free_nbytes for side in sides) // ENCODING_NBYTES
+    text = _read_text(options["text"], options["tokens"], room)
     found: list[list[int]] = []
     for folder in dict.fromkeys(side.folder for side in sides):
         ids = Tokenizer.open(folder).encode(text)[: options["tokens"]]
@@ -192,15 +188,20 @@ def _ids(sides: list[_Side], options: Options) -> list[int]:
     return found[0]
 
 
-def _read_text(path: str | None, tokens: int) -> str:
-    """As much of the text as so many tokens can be."""
+def _read_text(path: str | None, tokens: int, room: int) -> str:
+    """As much of the text as so many tokens can be; UsageError if that is more than ``room``."""
     from aegis.convert.cache import embedded_path
 
     file, limit = Path(path) if path else embedded_path() / _TEXT, tokens * _TOKEN_NBYTES
+    decoder = codecs.getincrementaldecoder("utf-8-sig")("strict")
     try:
         with file.open("rb") as stream:
-            data = stream.read(limit + 1)
-        decoder = codecs.getincrementaldecoder("utf-8-sig")("strict")
+            data = stream.read(min(limit, room) + 1)
+        if len(data) > room:
+            raise UsageError(
+                f"encoding more than {room} bytes of text at once takes more than the cap leaves;"
+                " take fewer tokens (-n) or a larger cap"
+            )
         return decoder.decode(data[:limit], final=len(data) <= limit)
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"the text {file} cannot be read as UTF-8: {error}") from None
