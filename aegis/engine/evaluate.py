@@ -113,9 +113,15 @@ def compare(
         def look(position: int, logits: NDArray[np.float32], total: float) -> None:
             comparison.note(position, file.next(), logits, (float(totals[position]), total))
 
-        with first() as engine:
-            one = likelihood(engine, ids, stride, shown[0], keep)
+        one = _likelihood(first, ids, stride, shown[0], keep)
         file.written()
-        with second() as engine:
-            other = likelihood(engine, ids, stride, shown[1], look)
+        other = _likelihood(second, ids, stride, shown[1], look)
     return one, other, comparison.result()
+
+
+def _likelihood(
+    opener: Opener, ids: Sequence[int], stride: int, progress: Progress | None, see: See
+) -> Likelihood:
+    # Nothing refers to the engine afterwards: a closed one still holds its tokenizer.
+    with opener() as engine:
+        return likelihood(engine, ids, stride, progress, see)

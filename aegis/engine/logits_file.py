@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+_PIECE_NBYTES = 256 << 10
+"""Written or read at once: these buffers are in the plan's reserve."""
+
+
 class LogitsFile:
     """Rows of float32 logits: written one after the other, then read one after the other."""
 
@@ -42,8 +46,10 @@ class LogitsFile:
         self._undo = ExitStack()
         with disk_errors(folder), tempfile.TemporaryDirectory(prefix=".aegis-", dir=folder) as name:
             path = Path(name) / "logits"
-            self._writer = self._undo.enter_context(UncachedWriter(path))
-            self._reader = self._undo.enter_context(UncachedReader(path))
+            self._writer = self._undo.enter_context(UncachedWriter(path, _PIECE_NBYTES))
+            self._reader = self._undo.enter_context(
+                UncachedReader(path, _PIECE_NBYTES, _PIECE_NBYTES)
+            )
 
     def __enter__(self) -> LogitsFile:
         return self
