@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from aegis import Engine
 
