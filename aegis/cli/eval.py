@@ -145,6 +145,8 @@ def command(a: str | None, b: str | None, **options: Any) -> int:
     predicted once. A and B run one after the other; A's logits are kept in a file without a name
     beside the cache, 4 bytes for each token of the text and of the vocabulary.
     """
+    from aegis.engine.evaluate import refuse_stride
+
     note_fallback(options)
     choice = choose_caps(options)
     if choice.note and not options["quiet"]:
@@ -155,6 +157,9 @@ def command(a: str | None, b: str | None, **options: Any) -> int:
     if b is not None or asked:
         folders.append(folders[0] if b is None else resolve_model(b) or folders[0])
     sides = _sides(folders, options, asked, choice.single)
+    context = sides[0].request.context
+    options["stride"] = options["stride"] or max(1, context // 2)
+    refuse_stride(options["stride"], context)
     _run(sides, _ids(sides, options), options)
     return 0
 
@@ -263,8 +268,7 @@ def _run(sides: list[_Side], ids: list[int], options: Options) -> None:
     from aegis.convert.cache import cache_folder
     from aegis.engine.evaluate import compare, likelihood
 
-    request = sides[0].request
-    stride = options["stride"] or max(1, request.context // 2)
+    request, stride = sides[0].request, options["stride"]
     bars = [ProgressBar(side.letter, options["quiet"], str) for side in sides]
     distance = None
     if len(sides) == 1:

@@ -7,6 +7,7 @@ fit no cap where the vocabulary is large.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import numpy as np
 
 from aegis.engine.comparison import Comparison, Distance, log_sum, windows
 from aegis.engine.logits_file import LogitsFile, disk_folder, logits_nbytes
-from aegis.errors import UsageError
+from aegis.errors import LogitsError, UsageError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -58,20 +59,22 @@ def likelihood(
 
     Raises:
         UsageError: there are fewer than two tokens, or the stride is no part of the context.
+        LogitsError: the model gives numbers that are none.
     """
     positions = len(ids) - 1
     if positions < 1:
         raise UsageError("a text of fewer than two tokens predicts nothing; give a longer one")
-    if not 1 <= stride <= engine.context:
-        raise UsageError(
-            f"a stride of {stride} tokens leaves some out or never ends; with windows of"
-            f" {engine.context} tokens it can be 1 to {engine.context}"
-        )
+    refuse_stride(stride, engine.context)
     nll = np.empty(positions, np.float64)
     for window in windows(positions, engine.context, stride):
 
         def visit(at: int, logits: NDArray[np.float32], start: int = window.start) -> None:
             position, total = start + at, log_sum(logits)
+            if not math.isfinite(total):
+                raise LogitsError(
+                    f"the model's logits at token {position} of the text sum to {total}, so they"
+                    " predict nothing; run `aegis verify` on the store"
+                )
             nll[position] = total - float(logits[ids[position + 1]])
             if see is not None:
                 see(position, logits, total)
@@ -81,6 +84,15 @@ def likelihood(
         part = ids[window.start : window.end]
         engine.visit_logits(part, window.first - window.start, visit)
     return Likelihood(float(nll.mean()))
+
+
+def refuse_stride(stride: int, context: int) -> None:
+    """UsageError for one that leaves tokens out or never ends."""
+    if not 1 <= stride <= context:
+        raise UsageError(
+            f"a stride of {stride} tokens leaves some out or never ends; with windows of {context}"
+            f" tokens it can be 1 to {context}"
+        )
 
 
 def compare(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +27,7 @@ from aegis.engine import logits_file
 from aegis.engine.comparison import Comparison, log_sum, windows
 from aegis.engine.evaluate import compare, likelihood
 from aegis.engine.logits_file import LogitsFile, disk_folder, logits_nbytes
-from aegis.errors import StoreError, UsageError
+from aegis.errors import LogitsError, StoreError, UsageError
 
 GOLDEN: dict[str, Any] = json.loads(
     (Path(__file__).parents[1] / "goldens/smolmoe-135m/golden.json").read_text()
@@ -171,6 +173,28 @@ def test_logits_are_not_kept_where_they_would_take_memory_or_have_no_room(
     monkeypatch.setattr(logits_file, "storage_of", lambda folder: Storage("memory"))
     with pytest.raises(StoreError, match=r"lies in memory.* set AEGIS_CACHE"):
         disk_folder(tmp_path, 1)
+
+
+def test_a_full_disk_ends_a_comparison_in_one_sentence(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    ways = [lambda: opened(store), lambda: opened(store)]
+    monkeypatch.setattr("aegis.checkpoint.fileio.os.pwrite", full)
+    with pytest.raises(StoreError, match=r"the disk of .* is full; make room or set AEGIS_CACHE"):
+        compare(*ways, IDS, 8, 512, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_logits_that_are_no_numbers_end_it(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(store) as engine:
+        monkeypatch.setattr(
+            engine, "visit_logits", lambda ids, first, see: see(0, np.full(512, np.nan, np.float32))
+        )
+        with pytest.raises(LogitsError, match=r"at token 0 of the text sum to nan"):
+            likelihood(engine, IDS, 8)
 
 
 def test_an_engine_goes_on_after_a_visitor_failed(store: Store) -> None:
