@@ -12,6 +12,7 @@ layout il16, so large tensors can be packed in pieces.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,6 +58,7 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -
 
 U8 = NDArray[np.uint8]
 U32 = NDArray[np.uint32]
+I64 = NDArray[np.int64]
 F32 = NDArray[np.float32]
 Raw = NDArray[Any]
 """Raw numbers: uint16 for bf16 and f16, uint32 for f32, uint8 for e8m0."""
@@ -400,9 +402,13 @@ def affine_scales(low: F32, high: F32, bits: int) -> tuple[F32, F32]:
 
 
 def requantize_3bit(arrays: MlxArrays, fmt: Format) -> tuple[MlxArrays, Format]:
-    """A 4-bit weight as 3-bit codes, by the rule of ``affine_scales``.
+    """A 4-bit weight as 3-bit codes, with scales and biases refitted to them.
 
-    Scale and bias are rounded to ``fmt.dtype`` after the codes are chosen.
+    Two neighbouring codes become one, ``q = c >> 1``: no step fits 16 evenly spaced values better,
+    and one that spans them from the smallest to the largest (15/7) errs half as much again. Per
+    group follow the scale of least squares over the old values and, after it is rounded to
+    ``fmt.dtype``, the bias of least squares, rounded too. All sums are of whole numbers, so every
+    machine gives the same bits.
     """
     if fmt.kind != "affine" or fmt.bits != 4:
         raise FormatError("3-bit experts are derived from 4-bit weights")
@@ -423,21 +429,46 @@ def requantize_3bit(arrays: MlxArrays, fmt: Format) -> tuple[MlxArrays, Format]:
     return out, Format("affine", fmt.dtype, 3, fmt.group_size)
 
 
+@np.errstate(over="ignore", invalid="ignore")  # Scales that are no numbers stay so.
 def _requantize_rows(words: U32, scales: Raw, biases: Raw, fmt: Format) -> tuple[Raw, Raw, Raw]:
-    codes = unpack_codes(words, 4).reshape(*scales.shape, fmt.group_size)
-    scale, bias, table = _edges_3bit(codes, to_f32(scales, fmt), to_f32(biases, fmt), fmt)
-    # One flat lookup: entry (group * 16 + old code) of all groups' tables.
-    offsets = np.arange(0, table.size, 16, dtype=np.intp).reshape(*scales.shape, 1)
-    new_codes = np.take(table.reshape(-1), offsets + codes).reshape(words.shape[0], -1)
-    return pack_codes(new_codes, 3), from_f32(scale, fmt), from_f32(bias, fmt)
+    words = np.ascontiguousarray(words)
+    halves, odd, squares, odd_halves = _moments_of_halves(words, fmt.group_size)
+    old_scale, old_bias = (to_f32(raw, fmt).astype(np.float64) for raw in (scales, biases))
+    # c = 2q + r, so the slope of c over q is 2 and that of r over q.
+    spread = fmt.group_size * squares - halves * halves
+    slope = (fmt.group_size * odd_halves - halves * odd) / np.maximum(spread, 1)
+    scale = from_f32((old_scale * (2 + slope)).astype(np.float32), fmt)
+    kept = to_f32(scale, fmt).astype(np.float64)
+    bias = old_bias + (old_scale * (2 * halves + odd) - kept * halves) / fmt.group_size
+    return _join_nibbles(words >> np.uint32(1)), scale, from_f32(bias.astype(np.float32), fmt)
 
 
-def _edges_3bit(grouped: U8, scales: F32, biases: F32, fmt: Format) -> tuple[F32, F32, U8]:
-    """New scales and biases, and the new code of each of the 16 old codes, per group."""
-    first = _affine(grouped.min(axis=-1), scales, biases, fmt)
-    last = _affine(grouped.max(axis=-1), scales, biases, fmt)
-    low, high = np.minimum(first, last), np.maximum(first, last)
-    scale, bias = affine_scales(low, high, 3)
-    levels = _affine(np.arange(16, dtype=np.uint8), scales[..., None], biases[..., None], fmt)
-    table = np.rint((levels - bias[..., None]) / scale[..., None])
-    return scale, bias, np.clip(table, 0, 7).astype(np.uint8)
+def _moments_of_halves(words: U32, group_size: int) -> tuple[I64, I64, I64, I64]:
+    """Sums over each group of q, r, q * q and q * r, where a code is 2q + r, int64."""
+    fours = words.view(np.uint16).reshape(len(words), -1, group_size // 4)
+    # Every sum stays below 2^16 (128 * 49), so that one addition adds all four.
+    sums = np.take(_moments_of_fours(), fours).sum(axis=-1, dtype=np.uint64)
+    parts = sums[..., None].view(np.uint16).astype(np.int64)
+    return parts[..., 0], parts[..., 1], parts[..., 2], parts[..., 3]
+
+
+@functools.cache
+def _moments_of_fours() -> NDArray[np.uint64]:
+    """By each four codes of a uint16, the four sums in the 16-bit parts of one number."""
+    codes = unpack_codes(np.arange(1 << 16, dtype=np.uint32)[:, None], 4)[:, :4]
+    q, r = (codes >> 1).astype(np.uint16), (codes & 1).astype(np.uint16)
+    sums = np.stack([x.sum(axis=1, dtype=np.uint16) for x in (q, r, q * q, q * r)], axis=1)
+    return np.ascontiguousarray(sums).view(np.uint64)[:, 0]
+
+
+def _join_nibbles(words: U32) -> U32:
+    """The lower three bits of every 4-bit code in 3-bit code words."""
+    x = (words & np.uint32(0x0707_0707)) | ((words & np.uint32(0x7070_7070)) >> np.uint32(1))
+    x = (x & np.uint32(0x003F_003F)) | ((x & np.uint32(0x3F00_3F00)) >> np.uint32(2))
+    x = (x & np.uint32(0x0000_0FFF)) | ((x & np.uint32(0x0FFF_0000)) >> np.uint32(4))
+    stream = x.reshape(len(words), -1, 4)
+    out = np.empty((*stream.shape[:2], 3), np.uint32)
+    for word, (low, high) in enumerate(((0, 24), (8, 16), (16, 8))):
+        out[..., word] = stream[..., word] >> np.uint32(low)
+        out[..., word] |= stream[..., word + 1] << np.uint32(high)
+    return out.reshape(len(words), -1)

@@ -3,7 +3,6 @@
     python tools/measure_mlx.py speed [--small]
     python tools/measure_mlx.py layers [--small]
     python tools/measure_mlx.py split [--small]
-    python tools/measure_mlx.py agreement
     python tools/measure_mlx.py identity
 
 ``speed`` makes a random checkpoint of four layers in the shape of a model with 35 billion
@@ -12,7 +11,7 @@ from it by turns, each in a process of its own, with everything in the GPU's mem
 mlx-lm. ``layers`` compares what a layer adds to a generated token (from tokens through half of the
 layers) with its operations alone, for the embedded model and for that checkpoint. The others
 compute with the embedded model: ``split`` says what the time of a token is made of, with all
-experts in slots and with fewer slots; ``agreement`` compares formats of numbers; ``identity`` bits.
+experts in slots and with fewer slots; ``identity`` compares bits.
 ``--small``, a smaller checkpoint and fewer tokens, only tries the script.
 """
 
@@ -30,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from aegis import Engine
 
@@ -181,26 +179,6 @@ def layers(small: bool) -> None:
         mlx_token_times.layers([None, checkpoint(Path(name), small)], small)
 
 
-def agreement() -> None:
-    """bfloat16 against float32 over the text of the perplexity golden."""
-    ids = json.loads((GOLDENS / "smolmoe-135m/golden.json").read_text())["perplexity"]["ids"]
-    logs = []
-    for numbers in ("f32", "bf16"):
-        options: dict[str, Any] = {"backend": "mlx", "activations": numbers, "context": 2048}
-        with Engine.open(cap="16GiB", **options) as engine:
-            logits = engine.score(ids, last=None).astype(np.float64)
-        logits -= logits.max(-1, keepdims=True)
-        logs.append(logits - np.log(np.exp(logits).sum(-1, keepdims=True)))
-    exact, other = logs
-    apart = (np.exp(exact) * (exact - other)).sum(-1)
-    best = [np.argsort(-values, -1)[:, :20] for values in logs]
-    shared = [len(np.intersect1d(*rows)) / 20 for rows in zip(*best, strict=True)]
-    nll = [-values[np.arange(len(ids) - 1), ids[1:]].mean() for values in logs]
-    print(f"KL mean {apart.mean():.4f}, median {np.median(apart):.4f}, most {apart.max():.2f}")
-    print(f"top-1 {np.mean(best[0][:, 0] == best[1][:, 0]):.2%}, top-20 {np.mean(shared):.2%}")
-    print(f"mean nll float32 {nll[0]:.5f}, bfloat16 {nll[1]:.5f}")
-
-
 def identity() -> None:
     """The embedded model's bits and tokens at several numbers of slots and ways to guess."""
     ids = [(i * 37 + i * i * 11) % 500 for i in range(290)]
@@ -218,7 +196,7 @@ def main() -> None:
     """Parse and measure."""
     parser = argparse.ArgumentParser(description=__doc__)
     sized = {"speed": speed, "layers": layers, "split": mlx_token_times.split}
-    plain = {"agreement": agreement, "identity": identity}
+    plain = {"identity": identity}
     parser.add_argument("what", choices=[*sized, *plain, "serve"])
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--who", help=argparse.SUPPRESS)

@@ -188,6 +188,10 @@ class UncachedWriter:
         if missing:
             self.write(np.zeros(missing, dtype=np.uint8))
 
+    def flush(self) -> None:
+        """Have what is buffered written: whole pages, where reads and writes are direct."""
+        self._flush()
+
     def _flush(self) -> None:
         self._write_out(self._buffer[: self._fill].data)
         self._fill = 0

@@ -28,6 +28,8 @@ from aegis.kernels.base import Format, Layout, Segment
 from aegis.kernels.sizes import FormatError
 
 FORMAT_VERSION = 2
+ROUNDING_3BIT = 2
+"""Of the rule by which 3-bit experts are made: another number where it gives other bytes."""
 
 Checksums = tuple[tuple[int, ...], ...]
 """One per expert record: [moe layer index][expert]."""
@@ -42,6 +44,8 @@ class Manifest:
     experts_crc32: Checksums
     experts_3bit_crc32: Checksums | None = None
     """None: the store has no 3-bit expert files."""
+    other_3bit: bool = False
+    """Whether it has some that another rule made: those are never used."""
     files: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Copied files (tokenizer, configs): size and checksum of each."""
     source: Mapping[str, Any] = field(default_factory=dict)
@@ -49,7 +53,7 @@ class Manifest:
 
     def with_3bit(self, checksums: Checksums) -> Manifest:
         """The same with 3-bit expert files."""
-        return replace(self, experts_3bit_crc32=checksums)
+        return replace(self, experts_3bit_crc32=checksums, other_3bit=False)
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -63,6 +67,7 @@ def _body(manifest: Manifest) -> dict[str, Any]:
     three = None
     if manifest.experts_3bit_crc32 is not None and layout.experts_3bit is not None:
         three = _experts(layout.experts_3bit, manifest.experts_3bit_crc32)
+        three["rounding"] = ROUNDING_3BIT
     return {
         "format": "aegis store",
         "format_version": FORMAT_VERSION,
@@ -171,11 +176,15 @@ def _decode_body(body: Mapping[str, Any], where: str) -> Manifest:
     if not layout.moe_layers or list(layout.moe_layers) != sorted(set(layout.moe_layers)):
         raise FormatError("its layers are not in order")
     three = body["experts_3bit"]
+    other_3bit = three is not None and _a(dict, three).get("rounding") != ROUNDING_3BIT
+    if other_3bit:
+        three, body = None, {**body, "experts_3bit": None}
     manifest = Manifest(
         layout=layout,
         resident_crc32={entry["name"]: _crc32(entry["crc32"]) for entry in entries},
         experts_crc32=_checksums(body["experts"], layout),
-        experts_3bit_crc32=None if three is None else _checksums(_a(dict, three), layout),
+        experts_3bit_crc32=None if three is None else _checksums(three, layout),
+        other_3bit=other_3bit,
         files={
             _one_of(name, COPIED_FILES): _size_crc32(entry)
             for name, entry in _a(dict, body["files"]).items()

@@ -32,6 +32,11 @@ class OverlappedWriter(UncachedWriter):
             self._thread.shutdown()
         super().__exit__(kind, error, trace)
 
+    def flush(self) -> None:
+        """Write what is buffered."""
+        self._flush()
+        self._await()
+
     def _flush(self) -> None:
         self._await()
         view = self._buffer[: self._fill].data
@@ -46,7 +51,6 @@ class OverlappedWriter(UncachedWriter):
 
     def _finish(self) -> None:
         try:
-            self._flush()
-            self._await()
+            self.flush()
         finally:
             self._thread.shutdown()

@@ -41,6 +41,16 @@ def is_store(path: str | os.PathLike[str]) -> bool:
     return os.path.lexists(Path(path) / MANIFEST)
 
 
+def without_3bit(path: str | os.PathLike[str], other: bool, options: str = "") -> StoreError:
+    """What to tell someone who asks for 3-bit experts where there are none, or ``other`` ones;
+    ``options``: more of what the command needs."""
+    found = "has no 3-bit experts yet"
+    if other:
+        found = "has 3-bit experts that another version of aegis rounded in another way"
+    command = f"aegis convert --experts 3bit{options} {shlex.quote(os.fspath(path))}"
+    return StoreError(f"{os.fspath(path)} {found}; make them with '{command}'")
+
+
 def expert_file(folder: Path, layer: int, experts: ExpertBits = "4bit") -> Path:
     """The file with a model layer's expert records."""
     return folder / EXPERT_FOLDERS[experts] / f"layer_{layer:03d}.bin"
@@ -101,10 +111,7 @@ class Store:
             StoreError: 3-bit files are asked for and not there.
         """
         if experts == "3bit" and not self.has_3bit:
-            raise StoreError(
-                f"{self.path} has no 3-bit experts; make them with"
-                f" 'aegis convert --experts 3bit {shlex.quote(str(self.path))}'"
-            )
+            raise without_3bit(self.path, self.manifest.other_3bit)
         return [expert_file(self.path, layer, experts) for layer in self.layout.moe_layers]
 
     def expert_checksums(self, experts: ExpertBits = "4bit") -> Checksums:

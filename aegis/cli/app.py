@@ -27,6 +27,7 @@ VERBS = (
     "rm",
     "verify",
     "trace",
+    "eval",
     "doctor",
 )
 

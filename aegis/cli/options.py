@@ -60,7 +60,7 @@ def _read_backend(ctx: click.Context, param: click.Parameter, value: str | None)
     return usual_backend() if value is None else value
 
 
-class _Whole(click.IntRange):
+class Whole(click.IntRange):
     """Called what it is in messages."""
 
     name = "whole number"
@@ -127,7 +127,7 @@ engine_options = all_of(
         click.option(
             "-c",
             "--ctx-size",
-            type=_Whole(min=1),
+            type=Whole(min=1),
             metavar="N",
             help=f"Context in tokens. [default: the smaller of {DEFAULT_CONTEXT} and the model's]",
         ),
@@ -182,7 +182,7 @@ engine_options = all_of(
         ),
         click.option(
             "--guess-width",
-            type=_Whole(0, 16),
+            type=Whole(0, 16),
             default=DEFAULT_GUESS_WIDTH,
             show_default=True,
             metavar="N",
@@ -190,7 +190,7 @@ engine_options = all_of(
         ),
         click.option(
             "--io-threads",
-            type=_Whole(1, 64),
+            type=Whole(1, 64),
             default=DEFAULT_IO_THREADS,
             show_default=True,
             metavar="N",
@@ -198,13 +198,13 @@ engine_options = all_of(
         ),
         click.option(
             "--threads",
-            type=_Whole(min=1),
+            type=Whole(min=1),
             metavar="N",
             help="Threads that compute. [default: one per core]",
         ),
         click.option(
             "--prefill-step-size",
-            type=_Whole(min=1),
+            type=Whole(min=1),
             metavar="N",
             help="Prompt tokens computed at once. [default: what the plan allows]",
         ),
@@ -224,7 +224,7 @@ prompt_options = all_of(
         click.option(
             "-n",
             "--max-tokens",
-            type=_Whole(min=0),
+            type=Whole(min=0),
             default=DEFAULT_MAX_TOKENS,
             show_default=True,
             metavar="N",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 from aegis.cli.streams import tell
 from aegis.planner import format_size
@@ -11,10 +12,12 @@ _WIDTH = 30
 
 
 class ProgressBar:
-    """Called with (done, total) bytes; draws on stderr if that is a terminal."""
+    """Called with (done, total), bytes if not told else; draws on stderr if it is a terminal."""
 
-    def __init__(self, what: str, quiet: bool = False) -> None:
-        self._what = what
+    def __init__(
+        self, what: str, quiet: bool = False, show: Callable[[int], str] = format_size
+    ) -> None:
+        self._what, self._show = what, show
         self._shown = -1
         self.used = False
         """Whether there was anything to show."""
@@ -30,7 +33,7 @@ class ProgressBar:
         filled = _WIDTH * done // total if total else _WIDTH
         bar = "#" * filled + "-" * (_WIDTH - filled)
         end = "\n" if done >= total else ""
-        sizes = f"{format_size(done)} of {format_size(total)}"
+        sizes = f"{self._show(done)} of {self._show(total)}"
         tell(f"\r{self._what} [{bar}] {percent:3d} %  {sizes:<24}", end)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +14,7 @@ from aegis.checkpoint.config import load_config
 from aegis.checkpoint.hub_cache import HubName, Origin
 from aegis.checkpoint.manifest import FORMAT_VERSION
 from aegis.checkpoint.source import Checkpoint
-from aegis.checkpoint.store import MANIFEST, Store, is_store
+from aegis.checkpoint.store import MANIFEST, Store, is_store, without_3bit
 from aegis.convert.identity import embedded_path, identity_of, model_name, quantised_identity
 from aegis.errors import StoreError
 from aegis.kernels.base import Layout
@@ -202,16 +201,15 @@ def refuse_without_3bit(
     if is_store(path):
         Store.open(path).expert_paths("3bit")
         return
+    other = False
     with contextlib.suppress(StoreError):  # Not there, or damaged: it will be made, without them.
-        if Store.open(cached_store_path(path, layout, quantize)).has_3bit:
+        store = Store.open(cached_store_path(path, layout, quantize))
+        if store.has_3bit:
             return
+        other = store.manifest.other_3bit
     origin = Origin.of(Path(path))
-    folder = os.fspath(path) if origin is None else origin.repo
     bits = f" --bits {quantize.bits} --group-size {quantize.group_size}" if quantize else ""
-    raise StoreError(
-        f"{folder} has no 3-bit experts yet; make them with 'aegis convert --experts 3bit{bits}"
-        f" {shlex.quote(folder)}'"
-    )
+    raise without_3bit(path if origin is None else origin.repo, other, bits)
 
 
 def ensure_store(

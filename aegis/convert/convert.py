@@ -132,7 +132,7 @@ def make_store(
         found = _existing(target, job.plan.layout, identity, replace_damaged)
         unfinished = unfinished_of(target, key) if alone and found is None else None
         if alone:
-            remove_leftovers(target.parent, target, unfinished and unfinished.folder)
+            remove_leftovers(target.parent, target, unfinished.folder if unfinished else None)
         if found is None:
             there = unfinished.nbytes if unfinished else 0
             needed = check_space(target.parent, job.disk_nbytes - there, hint)
@@ -140,7 +140,7 @@ def make_store(
                 before = f", beside {there >> 20} MiB that are there already" if there else ""
                 announce(needed + before)
             with partial_folder(
-                target, replace_damaged, unfinished and unfinished.folder
+                target, replace_damaged, unfinished.folder if unfinished else None
             ) as folder:
                 job.write(folder, identity, unfinished or Journal(folder, key))
             found = Store.open(target)

@@ -19,7 +19,7 @@ from aegis.checkpoint.fileio import (
     write_file,
 )
 from aegis.checkpoint.layout import ExpertGeometry
-from aegis.checkpoint.manifest import encode
+from aegis.checkpoint.manifest import ROUNDING_3BIT, encode
 from aegis.checkpoint.store import EXPERT_FOLDERS, MANIFEST, Store, expert_file
 from aegis.convert.build import (
     check_space,
@@ -71,15 +71,16 @@ def write_3bit(
         raise StoreError(f"{store.path} has no 4-bit experts to derive 3-bit ones from")
     target = store.path / EXPERT_FOLDERS["3bit"]
     manifest = encode(store.manifest)
-    key = hashlib.sha256(manifest + (b"numbers" if write_layer else b"codes")).hexdigest()
+    rule = "numbers" if write_layer else f"codes {ROUNDING_3BIT}"
+    key = hashlib.sha256(manifest + rule.encode()).hexdigest()
     unfinished = unfinished_of(target, key) if alone else None
     if alone:
-        remove_leftovers(store.path, target, unfinished and unfinished.folder)
+        remove_leftovers(store.path, target, unfinished.folder if unfinished else None)
     total, layers = layout.experts_nbytes("3bit"), len(layout.moe_layers)
     check_space(store.path, total - (unfinished.nbytes if unfinished else 0))
     checksums: list[tuple[int, ...]] = []
     write = write_layer or partial(_convert_layer, store)
-    with partial_folder(target, True, unfinished and unfinished.folder) as folder:
+    with partial_folder(target, True, unfinished.folder if unfinished else None) as folder:
         journal = unfinished or Journal(folder, key)
         for layer in layout.moe_layers:
             path = folder / expert_file(store.path, layer, "3bit").name

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import numpy as np
 
+from aegis.engine.comparison import log_sum
 from aegis.engine.logits_room import LogitsRoom
 from aegis.engine.lookahead import Lookahead
 from aegis.engine.opening import Opened, open_model
@@ -20,6 +21,7 @@ from aegis.engine.tracing import Tracing
 from aegis.engine.turn import Turn, in_turn
 from aegis.errors import AegisError, UsageError
 from aegis.planner import format_size
+from aegis.settings import LOGIT_ROWS
 from aegis.tiers.errors import TiersError
 
 if TYPE_CHECKING:
@@ -33,11 +35,14 @@ if TYPE_CHECKING:
     from aegis.text.tokenizer import Tokenizer
     from aegis.tiers.stats import TierStats
 
+Visit = Callable[[int, "NDArray[np.float32]"], object]
+"""Takes a position and its logits."""
+
 _SHORT = 2
 """Characters per token of the context that are no trouble, whatever they are."""
 _USUAL = 8
 """No text has more characters per token; runs of blanks have, and take more than is planned."""
-_ENCODING_NBYTES = 160
+ENCODING_NBYTES = 160
 """What encoding takes for a moment per character of such a text; 90 to 130 were measured."""
 _PIECE = 1 << 14
 """Characters of a long text that are counted at once."""
@@ -301,10 +306,7 @@ class Engine:
         vocab_size = self._opened.request.shape.vocab_size
         out: NDArray[np.float32] = self._guarded(self._room.array, rows, vocab_size)
         first = len(ids) - rows
-        for hidden, start in self._hidden(ids, 0):
-            for row, logits in self._logit_blocks(hidden, max(first - start, 0)):
-                at = start + row - first
-                out[at : at + len(logits)] = logits
+        self._visit(ids, first, lambda at, logits: out.__setitem__(at - first, logits))
         return out
 
     @in_turn
@@ -312,13 +314,29 @@ class Engine:
         """-ln p(ids[t + 1] | ids[..t]) as float32 [len(ids) - 1]."""
         ids = self._check(ids)
         out = np.empty(len(ids) - 1, np.float32)
-        for hidden, start in self._hidden(ids, 0):
-            for row, logits in self._logit_blocks(hidden, 0):
-                for offset, values in enumerate(logits):
-                    at = start + row + offset
-                    if at + 1 < len(ids):
-                        out[at] = _nll(values, ids[at + 1])
+
+        def note(at: int, logits: NDArray[np.float32]) -> None:
+            if at + 1 < len(ids):
+                out[at] = log_sum(logits) - float(logits[ids[at + 1]])
+
+        self._visit(ids, 0, note)
         return out
+
+    @in_turn
+    def visit_logits(self, ids: Sequence[int], first: int, visit: Visit) -> None:
+        """Call ``visit(t, logits)`` for every position t from ``first`` on.
+
+        Logits are float32 [vocab_size] of what follows ids[t], valid during the call, which must
+        not use the engine.
+        """
+        self._visit(self._check(ids), first, visit)
+
+    def _visit(self, ids: Sequence[int], first: int, visit: Visit) -> None:
+        with closing(self._hidden(ids, 0)) as chunks:
+            for hidden, start in chunks:
+                for row in range(max(first - start, 0), len(hidden), LOGIT_ROWS):
+                    for offset, logits in enumerate(self._logits(hidden[row : row + LOGIT_ROWS])):
+                        visit(start + row + offset, logits)
 
     def generate(
         self,
@@ -386,7 +404,7 @@ class Engine:
         if about > 2 * self.context:
             raise self.too_long(about, about=True)
         if length > _USUAL * self.context:
-            self._make_room(length * _ENCODING_NBYTES)
+            self._make_room(length * ENCODING_NBYTES)
 
     @in_turn
     def _make_room(self, nbytes: int) -> None:
@@ -413,7 +431,7 @@ class Engine:
             raise UsageError(f"token id {wanted} is outside the vocabulary of {vocab_size}")
         return wanted
 
-    def _hidden(self, ids: Sequence[int], start: int) -> Iterator[tuple[Any, int]]:
+    def _hidden(self, ids: Sequence[int], start: int) -> Generator[tuple[Any, int], None, None]:
         """Compute ids[start:] in chunks; yields (hidden [T, H], absolute position of its first).
 
         Where layers have recurrent states it may begin before ``start``.
@@ -476,20 +494,6 @@ class Engine:
         self._opened.tiers.recover()
         self._unsound = False
 
-    def _logit_blocks(self, hidden: Any, first: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
-        from aegis.settings import LOGIT_ROWS
-
-        for row in range(first, len(hidden), LOGIT_ROWS):
-            yield row, self._logits(hidden[row : row + LOGIT_ROWS])
-
 
 def _close(opened: Opened, turn: Turn) -> None:
     (opened.close if turn.here else opened.close_in_child)()
-
-
-@np.errstate(all="ignore")
-def _nll(logits: NDArray[np.float32], token: int) -> float:
-    """-ln softmax(logits)[token], summed in float64."""
-    peak = float(logits.max())
-    total = float(np.exp(logits - peak, dtype=np.float64).sum())
-    return float(np.log(total)) + peak - float(logits[token])

@@ -86,9 +86,10 @@ def packed_matrix(
             params.append(arrays)
     if params:
         parts = row_parts(shape, fmt)
-        yield np.zeros(parts.scales_offset - parts.codes_nbytes, np.uint8)
+        scales, biases = parts.params_offsets
+        yield np.zeros(scales - parts.codes_nbytes, np.uint8)
         yield from (_bytes(arrays.scales) for arrays in params)
-        yield np.zeros(parts.biases_offset - parts.scales_offset - parts.params_nbytes, np.uint8)
+        yield np.zeros(biases - scales - parts.params_nbytes, np.uint8)
         yield from (_bytes(arrays.biases) for arrays in params)
 
 

@@ -89,7 +89,12 @@ class _Job:
         experts = self._write_experts(folder)
         source = {"name": self._recipe.name, "identity": identity}
         manifest = Manifest(
-            self.plan, resident, experts["4bit"], experts.get("3bit"), files, source
+            self.plan,
+            resident,
+            experts["4bit"],
+            experts.get("3bit"),
+            files=files,
+            source=source,
         )
         write_file(folder / MANIFEST, encode(manifest))
 

@@ -156,6 +156,18 @@ def test_the_tokens_are_the_same_at_every_cap(cli: Cli, smallest_cap: int) -> No
     assert runs[0]["token_ids"] == runs[1]["token_ids"] == runs[2]["token_ids"]
 
 
+def test_comparing_two_models_stays_inside_the_cap_of_one(cli: Cli, smallest_cap: int) -> None:
+    both = ["-n", "40", "--stride", "16", "-q", "--json", "--cap", f"{smallest_cap}B"]
+    command = cli.command("eval", "--activations-b", "f32", *both)
+    result = cgroup.run(command, smallest_cap, env=cli.env)
+    assert (result.rc, result.oom_kills) == (0, 0), result.stderr
+    free = cgroup.run(command, None, env=cli.env)
+    assert free.rc == 0, free.stderr
+    found = json.loads(free.stdout)
+    assert found["kl"]["most"] == 0
+    assert max(free.peak_nbytes, found["b"]["peak_nbytes"]) <= smallest_cap
+
+
 def test_converting_on_first_use_stays_inside_the_cap(
     cli: Cli, smallest_cap: int, tmp_path: Path
 ) -> None:
