@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 GOLDEN = Path(__file__).resolve().parent / "goldens" / "qwen2_moe"
 REPO = "org/tiny-moe"
@@ -237,20 +236,6 @@ def sends(change: Callable[[bytes], bytes], file: str = "model.safetensors") -> 
         return True
 
     return fault
-
-
-@dataclass(frozen=True)
-class Done:
-    """What a command came to."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-    @property
-    def json(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.stdout)
-        return found
 
 
 @contextlib.contextmanager

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from command_here import Done, command_here
 from synthetic_tools import write_shape
 
 from aegis.tiers.trace import RoutingTrace
 
-Aegis = Callable[..., subprocess.CompletedProcess[str]]
+Aegis = Callable[..., Done]
 OPTIONS = ("--cap", "1GiB", "-c", "64")
+
+
+@pytest.fixture
+def aegis(
+    command_env: dict[str, str],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Aegis:
+    """In this process: what is new here is no matter of processes."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AEGIS_CACHE", command_env["AEGIS_CACHE"])
+    return command_here(capfd, monkeypatch)
 
 
 @pytest.fixture(scope="module")

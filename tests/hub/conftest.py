@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_hub import GOLDEN, NAMES, REPO, Done, FakeHub, Repo, fake_hub
+from command_here import Done, command_here
+from fake_hub import GOLDEN, NAMES, REPO, FakeHub, Repo, fake_hub
 
 from aegis import errors
-from aegis.cli.app import _guarded
 from aegis.hub import remote, worker
 
 
@@ -62,12 +61,4 @@ def aegis(
     here: FakeHub, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Done]:
     """Run ``aegis ARGUMENTS`` in this process, with nothing on stdin."""
-
-    def run(*arguments: str) -> Done:
-        with open("/dev/null") as nothing, monkeypatch.context() as patch:
-            patch.setattr(sys, "stdin", nothing)
-            capfd.readouterr()
-            code = _guarded(arguments)
-        return Done(code, *capfd.readouterr())
-
-    return run
+    return command_here(capfd, monkeypatch)

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fake_hub import REPO, Done, FakeHub, Fault, Handler, Repo, breaks_off
+from command_here import Done
+from fake_hub import REPO, FakeHub, Fault, Handler, Repo, breaks_off
 
 GOLDENS = Path(__file__).resolve().parent.parent / "goldens"
 PLAIN = "org/plain"
@@ -108,6 +109,20 @@ def test_a_plain_model_is_pulled_and_quantised(here: FakeHub, aegis: Aegis, tmp_
         pulled = aegis("pull", PLAIN, "-q", "--bits", bits).stdout.strip()
         assert aegis("show", pulled, "--json").json["experts"]["gate_proj"] == experts
     assert len(cached(tmp_path / "aegis")) == 2
+
+
+def test_a_plain_folder_is_quantised_when_it_is_first_run(here: FakeHub, aegis: Aegis) -> None:
+    folder = str(GOLDENS / "qwen3_moe" / "hf_bf16")
+    said = "become 4-bit codes in groups of 64; --bits 8 makes others, --bits none keeps them\n"
+    assert aegis("run", folder, *RUN, "-q").stderr == ""
+    assert said not in aegis("run", folder, *RUN).stderr
+    assert aegis("rm", folder, "-y", "-q").returncode == 0
+    assert aegis("run", folder, *RUN).stderr.count(said) == 1
+    kept = aegis("run", folder, *RUN, "--bits", "none")
+    assert (kept.returncode, said in kept.stderr) == (0, False)
+    swept = aegis("sweep", folder, *RUN, "--bits", "8", "--json")
+    assert swept.returncode == 0, swept.stderr
+    assert aegis("verify", folder).returncode == 0
 
 
 def test_plan_and_show_say_what_a_download_would_take(
