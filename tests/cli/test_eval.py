@@ -94,7 +94,7 @@ def test_tokens_bounds_what_is_taken_of_a_text(
 ) -> None:
     text = tmp_path / "text"
     # Cut behind so many bytes, in the middle of a character.
-    text.write_bytes("é".encode() * 100_000)
+    text.write_bytes(b"a" + "é".encode() * 100_000)
     done = server.run("eval", store, "--text", str(text), "-n", "3", "--json", "-q", *SMALL)
     assert json.loads(done.stdout)["tokens"] == 3, done.stderr
 
@@ -115,7 +115,7 @@ def test_what_cannot_be_evaluated_is_refused_with_a_sentence(
         ((store, "--cap", "1MiB"), 3, "the smallest cap"),
         ((store, "--cap", "1GiB..2GiB"), 2, "one size"),
         (
-            (store, "-c", "16", "-n", "99999999", "--text", "/dev/zero"),
+            (store, "-c", "16", "-n", "999999999999", "--text", "/dev/zero"),
             2,
             "more than the cap leaves",
         ),

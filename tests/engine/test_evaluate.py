@@ -203,8 +203,11 @@ def test_an_engine_goes_on_after_a_visitor_failed(store: Store) -> None:
 
     with opened(store) as engine:
         before = engine.score(IDS[:9])
-        with pytest.raises(StoreError, match="full"):
+        with pytest.raises(StoreError, match="full") as held:
             engine.visit_logits(IDS[:12], 3, fail)
+        # Whoever holds the error holds what was interrupted: that has ended all the same.
+        assert held.tb is not None
+        assert not engine._opened.tiers._prefilling
         assert np.array_equal(engine.score(IDS[:9]), before)
 
 
