@@ -1,6 +1,7 @@
 import ctypes
 import errno
 import importlib
+import mmap
 import os
 import signal
 import sys
@@ -60,24 +61,32 @@ class Memory:
 
 
 class Occupied:
-    """Keeps a pool of one thread busy for a while: a long read of zeros into one buffer."""
+    """Keeps a pool of one thread busy until the end: zeros into one buffer, 64 GiB of them unless
+    it cannot be written any more before."""
 
-    def __init__(self, pool: ReadPool, nbytes: int = 1 << 30) -> None:
-        piece = 16 << 20
-        self._memory = Memory(piece, fill=1)
+    def __init__(self, pool: ReadPool) -> None:
+        piece = 64 << 20
+        self._memory = mmap.mmap(-1, piece)
+        self._memory[0] = 1
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._fd = os.open("/dev/zero", os.O_RDONLY)
-        addresses = [self._memory.address] * (nbytes // piece)
-        self.ticket = pool.submit_run(self._fd, 0, piece, addresses, True)
+        self.ticket = pool.submit_run(self._fd, 0, piece, [self._address] * 1024, True)
         self._pool = pool
 
     def __enter__(self) -> "Occupied":
         # Until the first zero is there, what is submitted next could overtake it.
-        while self._memory[:1] != b"\0":
+        while self._memory[0]:
             pass
         return self
 
+    def end(self) -> None:
+        """The read fails: EFAULT."""
+        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(self._address), PAGE, 0) == 0
+
     def __exit__(self, *error: object) -> None:
+        self.end()
         self._pool.wait(self.ticket)
+        assert self._pool.result(self.ticket) == -errno.EFAULT
         os.close(self._fd)
 
 
@@ -279,7 +288,7 @@ def test_ctrl_c_interrupts_a_wait(open_pool: OpenPool) -> None:
         raise Interrupt
 
     before = signal.signal(signal.SIGALRM, interrupt)
-    with Occupied(pool, nbytes=4 << 30) as running:
+    with Occupied(pool) as running:
         signal.setitimer(signal.ITIMER_REAL, 0.01)
         with pytest.raises(Interrupt):
             pool.wait(running.ticket)
@@ -290,9 +299,13 @@ def test_closing_withdraws_what_is_queued_and_ends_the_threads(
     open_pool: OpenPool, file: int
 ) -> None:
     pool, memory = open_pool(), Memory(PAGE)
-    with Occupied(pool):
+    with Occupied(pool) as running:
         queued = pool.submit(file, 0, PAGE, memory.address, True)
-        pool.close()
+        closing = threading.Thread(target=pool.close)
+        closing.start()
+        pool.wait(queued)
+        running.end()
+        closing.join()
     assert pool.result(queued) == -errno.ECANCELED
     assert memory[:1] == b"\0"
     with pytest.raises(RuntimeError, match="closed"):
