@@ -73,13 +73,14 @@ def write_3bit(
     manifest = encode(store.manifest)
     key = hashlib.sha256(manifest + (b"numbers" if write_layer else b"codes")).hexdigest()
     unfinished = unfinished_of(target, key) if alone else None
+    kept = unfinished.folder if unfinished else None
     if alone:
-        remove_leftovers(store.path, target, unfinished and unfinished.folder)
+        remove_leftovers(store.path, target, kept)
     total, layers = layout.experts_nbytes("3bit"), len(layout.moe_layers)
     check_space(store.path, total - (unfinished.nbytes if unfinished else 0))
     checksums: list[tuple[int, ...]] = []
     write = write_layer or partial(_convert_layer, store)
-    with partial_folder(target, True, unfinished and unfinished.folder) as folder:
+    with partial_folder(target, True, kept) as folder:
         journal = unfinished or Journal(folder, key)
         for layer in layout.moe_layers:
             path = folder / expert_file(store.path, layer, "3bit").name
