@@ -28,9 +28,10 @@ import numpy as np
 
 from aegis.kernels.base import ExpertsSpec, Format, Routing, Segment, WorkspaceSpec
 from aegis.kernels.native import _native, sizes
+from aegis.kernels.native.descs import located_desc
 from aegis.kernels.native.moe import NativeExperts
 from aegis.kernels.native.workspace import Workspace
-from aegis.kernels.sizes import align_up, nbytes
+from aegis.kernels.sizes import GROUPS, MXFP4, align_up, nbytes
 from aegis.tiers.arena import Arena
 
 ARENA_NBYTES = 320 << 20
@@ -49,9 +50,16 @@ class Slots:
         self.base, self.stride, self.num_slots = base, stride, num_slots
 
 
-def affine(bits: int) -> Format:
+def affine(bits: int, group_size: int = 64) -> Format:
     """MLX's usual format."""
-    return Format("affine", "bf16", bits, 64)
+    return Format("affine", "bf16", bits, group_size)
+
+
+FORMATS = {f"{bits}-bit": affine(bits) for bits in (4, 3, 8, 2, 5, 6)}
+FORMATS |= {f"4-bit/{size}": affine(4, size) for size in GROUPS if size != 64}
+FORMATS["mxfp4"] = MXFP4
+WITH_MANY_ROWS = ("4-bit", "3-bit", "8-bit", "mxfp4")
+"""Those that have tiles of their own; the others share one copy."""
 
 
 def fill(arena: Any) -> None:
@@ -87,20 +95,18 @@ def gemv(pool: Any, base: int, repeats: int) -> Iterator[Row]:
     """Matrix times vector from memory, against plain reading."""
     turn = itertools.cycle(range(WINDOWS))
 
-    def linears(bits: int) -> float:
-        size = nbytes((GEMV_ROWS, HIDDEN), affine(bits), "il16")
+    def linears(fmt: Format) -> float:
+        shape = (GEMV_ROWS, HIDDEN)
+        size = nbytes(shape, fmt, "il16")
         start, count = base + next(turn) * WINDOW_NBYTES, WINDOW_NBYTES // size
-        descs = [
-            _native.LinearDesc(start + i * size, GEMV_ROWS, HIDDEN, bits, "bf16")
-            for i in range(max(count, 1))
-        ]
+        descs = [located_desc(start + i * size, shape, fmt) for i in range(max(count, 1))]
         return float(_native.time_linears(pool, descs, 1, 1)) / (len(descs) * size)
 
-    timers = [partial(linears, bits) for bits in (4, 3, 8)]
+    timers = [partial(linears, fmt) for fmt in FORMATS.values()]
     limit, *kernels = in_turns(repeats, partial(read_time, pool, base, turn), *timers)
     yield row("read memory", pool, 1e-9 / limit.best, "GB/s", limit.share)
-    for bits, kernel in zip((4, 3, 8), kernels, strict=True):
-        yield row(f"GEMV {bits}-bit", pool, 1e-9 / kernel.best, "GB/s", kernel.share)
+    for name, kernel in zip(FORMATS, kernels, strict=True):
+        yield row(f"GEMV {name}", pool, 1e-9 / kernel.best, "GB/s", kernel.share)
 
 
 def seconds_per_flop(pool: Any) -> float:
@@ -117,15 +123,15 @@ def gemm(pool: Any, base: int, repeats: int) -> Iterator[Row]:
     """Matrix times matrix, against multiply-adds in registers."""
     rows = 1024
     flops = 2.0 * rows * HIDDEN
-    for bits in (4, 3, 8):
-        descs = [_native.LinearDesc(base, rows, HIDDEN, bits, "bf16")]
+    for name in WITH_MANY_ROWS:
+        descs = [located_desc(base, (rows, HIDDEN), FORMATS[name])]
         timers: list[Callable[[], float]] = [partial(seconds_per_flop, pool)]
         timers += [partial(linear_per_flop, pool, descs, m, flops * m) for m in GEMM_ROWS]
         peak, *kernels = in_turns(-(-repeats // 4), *timers)
-        if bits == 4:
+        if name == WITH_MANY_ROWS[0]:
             yield row("multiply-add", pool, 1e-9 / peak.best, "GFLOP/s", peak.share)
         for m, kernel in zip(GEMM_ROWS, kernels, strict=True):
-            yield row(f"GEMM {bits}-bit M={m}", pool, 1e-9 / kernel.best, "GFLOP/s", kernel.share)
+            yield row(f"GEMM {name} M={m}", pool, 1e-9 / kernel.best, "GFLOP/s", kernel.share)
 
 
 def ffn_spec(bits: int) -> ExpertsSpec:

@@ -131,17 +131,16 @@ def make_store(
         key = _key(job.plan, identity, experts3bit)
         found = _existing(target, job.plan.layout, identity, replace_damaged)
         unfinished = unfinished_of(target, key) if alone and found is None else None
+        kept = unfinished.folder if unfinished else None
         if alone:
-            remove_leftovers(target.parent, target, unfinished.folder if unfinished else None)
+            remove_leftovers(target.parent, target, kept)
         if found is None:
             there = unfinished.nbytes if unfinished else 0
             needed = check_space(target.parent, job.disk_nbytes - there, hint)
             if announce:
                 before = f", beside {there >> 20} MiB that are there already" if there else ""
                 announce(needed + before)
-            with partial_folder(
-                target, replace_damaged, unfinished.folder if unfinished else None
-            ) as folder:
+            with partial_folder(target, replace_damaged, kept) as folder:
                 job.write(folder, identity, unfinished or Journal(folder, key))
             found = Store.open(target)
         elif experts3bit and not found.has_3bit:

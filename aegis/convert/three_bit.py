@@ -74,13 +74,14 @@ def write_3bit(
     rule = "numbers" if write_layer else f"codes {ROUNDING_3BIT}"
     key = hashlib.sha256(manifest + rule.encode()).hexdigest()
     unfinished = unfinished_of(target, key) if alone else None
+    kept = unfinished.folder if unfinished else None
     if alone:
-        remove_leftovers(store.path, target, unfinished.folder if unfinished else None)
+        remove_leftovers(store.path, target, kept)
     total, layers = layout.experts_nbytes("3bit"), len(layout.moe_layers)
     check_space(store.path, total - (unfinished.nbytes if unfinished else 0))
     checksums: list[tuple[int, ...]] = []
     write = write_layer or partial(_convert_layer, store)
-    with partial_folder(target, True, unfinished.folder if unfinished else None) as folder:
+    with partial_folder(target, True, kept) as folder:
         journal = unfinished or Journal(folder, key)
         for layer in layout.moe_layers:
             path = folder / expert_file(store.path, layer, "3bit").name
