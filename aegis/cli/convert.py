@@ -117,27 +117,51 @@ def converted(source: Source, target: Path | None, options: Options, named: bool
     quiet, bar = options["quiet"], ProgressBar(source.making, options["quiet"])
     if isinstance(source, StoreSource):
         if options["experts"] == "3bit" and target is None:
-            return add_3bit(source.path, bar)
+            made = Store.open(source.path)
+            if (plain := _plain(made)) is None:
+                return add_3bit(made.path, bar)
+            return _converted(plain, None, made.layout.layout, options, bar)
         if named:
             return Store.open(source.path)
         raise click.UsageError(f"{source.path} is a store already; --experts 3bit adds to it")
     if isinstance(source, SyntheticSource):
         store = _written(source.recipe, target, options, bar)
     else:
-        store = _converted(source, target, options, bar)
+        store = _converted(source, target, usual_layout(options), options, bar)
     if target is None and not quiet:
         note_older_stores(store.path)
     return store
 
 
+def _plain(store: Store) -> CheckpointSource | None:
+    """The plain checkpoint that a store was made of, if the hub's cache has it: 3-bit experts come
+    from its numbers rather than from the store's codes."""
+    from aegis.checkpoint.config import QuantSpec
+    from aegis.checkpoint.hub_cache import HubName
+    from aegis.checkpoint.source import Checkpoint
+    from aegis.engine.sources import CheckpointSource
+
+    source = store.manifest.source
+    if not {"repo", "commit", "quantized"} <= source.keys():
+        return None
+    snapshot = HubName(source["repo"], source["commit"]).snapshot()
+    if snapshot is None:
+        return None
+    found = CheckpointSource(Checkpoint.open(snapshot), QuantSpec(**source["quantized"]))
+    return found if found.place(store.layout.layout) == store.path else None
+
+
 def _converted(
-    source: CheckpointSource, target: Path | None, options: Options, bar: ProgressBar
+    source: CheckpointSource,
+    target: Path | None,
+    layout: Layout,
+    options: Options,
+    bar: ProgressBar,
 ) -> Store:
     from aegis.convert.convert import convert
     from aegis.text.tokenizer import Tokenizer
 
-    layout, kinds = usual_layout(options), {"4bit", options["experts"]}
-    places = source.layout(layout)
+    kinds, places = {"4bit", options["experts"]}, source.layout(layout)
     nbytes = places.resident_file_nbytes + sum(map(places.experts_nbytes, kinds))
     folder = target and target.absolute().parent
     place = target or source.place(layout)

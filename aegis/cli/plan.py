@@ -59,12 +59,11 @@ def command(positional: str | None, **options: Any) -> int:
 
 def find_model(model: Model, options: Options) -> Source:
     """The store that MODEL stands for, or else what its store will be made of."""
-    from aegis.engine.planning import backend_layout, choose_backend
+    from aegis.engine.planning import backend_layout, choose_backend, settings_for
     from aegis.engine.planning import find_model as find
-    from aegis.settings import Settings
 
     backend = choose_backend(options["backend"])
-    source = find(model, backend, Settings(cap_nbytes=1, **engine_settings(options)))
+    source = find(model, backend, settings_for(1, engine_settings(options)))
     announce(source, source.place(backend_layout(backend)), options)
     return source
 

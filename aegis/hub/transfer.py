@@ -135,8 +135,8 @@ class Repository:
         url = hf_hub_url(self.repo, name, revision=self.commit)
         session: Any = get_session()
         timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
-        # Until version 1 the sessions are those of requests, then those of httpx.
-        modern = hasattr(session, "stream")
+        # Until version 1 the sessions are those of requests, whose stream is a flag; then of httpx.
+        modern = callable(getattr(session, "stream", None))
         if modern:
             opened = session.stream("GET", url, headers=headers, timeout=timeout)
         else:

@@ -16,6 +16,11 @@ import pytest
 from command_here import Done
 from fake_hub import REPO, FakeHub, Fault, Handler, Repo, breaks_off
 
+from aegis.checkpoint.config import QuantSpec
+from aegis.checkpoint.store import Store
+from aegis.convert.convert import convert
+from aegis.convert.three_bit import add_3bit
+
 GOLDENS = Path(__file__).resolve().parent.parent / "goldens"
 PLAIN = "org/plain"
 SMALL = ("--backend", "native", "-c", "64", "--cap", "1GiB")
@@ -83,6 +88,12 @@ def test_a_plain_model_is_pulled_and_quantised(here: FakeHub, aegis: Aegis, tmp_
     options = ("--bits", "4", "--experts", "3bit", "--json", "-q")
     pulled = aegis("pull", PLAIN, *options).json
     assert first.stdout == f"{pulled['store']}\n"
+    # 3-bit experts come from the numbers, though the store has codes.
+    spec, folder = QuantSpec(4, 64), GOLDENS / "qwen3_moe" / "hf_bf16"
+    made = convert(folder, tmp_path / "made", quantize=spec, experts3bit=True)
+    assert Store.open(pulled["store"]).expert_checksums("3bit") == made.expert_checksums("3bit")
+    coded = add_3bit(convert(folder, tmp_path / "coded", quantize=spec).path)
+    assert coded.expert_checksums("3bit") != made.expert_checksums("3bit")
     assert pulled["experts"] == ["4bit", "3bit"]
     shown = aegis("show", PLAIN, "--json").json
     assert shown["path"] == pulled["store"]
