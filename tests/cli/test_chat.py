@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,13 +28,20 @@ class Talk:
 
     def until(self, text: str) -> str:
         """Everything since the last call, up to and with ``text``."""
+        self._read_while(lambda: text not in self.seen)
+        before, _, self.seen = self.seen.partition(text)
+        return before + text
+
+    def until_anything(self) -> None:
+        """Wait for the first word of an answer."""
+        self._read_while(lambda: not self.seen.strip())
+
+    def _read_while(self, waiting: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 120
-        while text not in self.seen:
+        while waiting():
             assert time.monotonic() < deadline, self.seen
             if select.select([self._terminal], [], [], 1)[0]:
                 self.seen += os.read(self._terminal, 4096).decode(errors="replace")
-        before, _, self.seen = self.seen.partition(text)
-        return before + text
 
 
 @pytest.fixture
@@ -83,8 +90,8 @@ def test_end_of_input_leaves(talk: Talk) -> None:
 def test_ctrl_c_ends_the_answer_and_not_the_chat(talk: Talk) -> None:
     talk.until("> ")
     talk.type("one two three")
-    talk.until("three")
-    time.sleep(1)
+    talk.until("three\r\n")
+    talk.until_anything()
     talk.process.send_signal(signal.SIGINT)
     talk.until("(ended by Ctrl-C)")
     talk.until("> ")

@@ -26,7 +26,8 @@ from aegis.cli import main
 from aegis.tiers import PythonReadPool
 import aegis.tiers.facade
 
-# Reads fail while there is a file "broken"; computing waits while there is a file "slow".
+# Reads fail while there is a file "broken"; computing waits while there is a file "slow", and
+# leaves a file "begun".
 def read(fd, views, offset):
     if os.path.exists("broken"):
         raise OSError(errno.EIO, "")
@@ -40,7 +41,7 @@ prefill = Forward.prefill
 
 def slow(self, ids, start):
     while os.path.exists("slow"):
-        pass
+        open("begun", "w").close()
     return prefill(self, ids, start)
 
 Forward.prefill = slow
@@ -135,8 +136,8 @@ def test_ctrl_c_while_the_prompt_is_computed_ends_the_turn_and_not_the_chat(
 ) -> None:
     (tmp_path / "slow").touch()
     talk.type("one two three")
-    talk.until("three")
-    time.sleep(0.5)
+    while not (tmp_path / "begun").exists():
+        assert talk.process.poll() is None
     talk.signal(signal.SIGINT)
     talk.until("(ended by Ctrl-C before the answer began)")
     (tmp_path / "slow").unlink()
