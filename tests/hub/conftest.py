@@ -33,13 +33,14 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 @pytest.fixture
 def here(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
     """The same without worker processes: what they do is done in this one, which is quicker."""
-    from huggingface_hub import constants
+    from huggingface_hub import constants, file_download
 
     from aegis.hub import transfer
 
     files = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
+    for module in (constants, file_download):  # Older versions have a copy of their own.
+        monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", files, raising=False)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(transfer, "PAUSES_S", (0.0,) * 5)
     monkeypatch.setattr(remote, "_ask", _ask)
