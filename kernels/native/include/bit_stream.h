@@ -2,6 +2,8 @@
 // are BITS words, and where BITS does not divide 32 some begin in one word and end in the next.
 #pragma once
 
+#include <utility>
+
 #include "masked.h"
 
 namespace aegis::AEGIS_ISA {
@@ -22,27 +24,35 @@ AEGIS_INLINE Words<N> joined(Words<N> word, Words<N> next) {
   return w;
 }
 
-// Calls f(k, a, b) for k = K..31 with what `take` makes of the words. a0 and b0 are those that code K
-// begins in: each word is loaded once.
+// f(K, a, b) with what `take` makes of the words that code K begins in; then these are the next code's.
 template <int BITS, int K, int N, class Take, class F>
-AEGIS_INLINE void walk(const Take& take, const uint8_t* a, const uint8_t* b, int64_t stride,
-                       Words<N> a0, Words<N> b0, F f) {
+AEGIS_INLINE void step(const Take& take, const uint8_t* a, const uint8_t* b, int64_t stride,
+                       Words<N>& wa, Words<N>& wb, const F& f) {
   using Stream = BitStream<BITS>;
   constexpr int next = Stream::word(K) + 1;
   if constexpr (Stream::straddles(K)) {
     constexpr int shift = Stream::shift(K);
     const Words<N> a1 = load_words<N>(a + 64 * next, stride);
     const Words<N> b1 = load_words<N>(b + 64 * next, stride);
-    f(K, take.first(joined<shift>(a0, a1)), take.first(joined<shift>(b0, b1)));
-    walk<BITS, K + 1>(take, a, b, stride, a1, b1, f);
+    f(K, take.first(joined<shift>(wa, a1)), take.first(joined<shift>(wb, b1)));
+    wa = a1;
+    wb = b1;
   } else {
-    f(K, take.template inside<K>(a0), take.template inside<K>(b0));
-    if constexpr (K < 31 && Stream::word(K + 1) == Stream::word(K))
-      walk<BITS, K + 1>(take, a, b, stride, a0, b0, f);
-    else if constexpr (K < 31)
-      walk<BITS, K + 1>(take, a, b, stride, load_words<N>(a + 64 * next, stride),
-                        load_words<N>(b + 64 * next, stride), f);
+    f(K, take.template inside<K>(wa), take.template inside<K>(wb));
+    if constexpr (K < 31 && Stream::word(K + 1) != Stream::word(K)) {
+      wa = load_words<N>(a + 64 * next, stride);
+      wb = load_words<N>(b + 64 * next, stride);
+    }
   }
+}
+
+// Calls f(k, a, b) for k = 0..31; each word is loaded once. One step behind the other, since steps
+// within steps would take a compiler minutes.
+template <int BITS, int N, class Take, class F, int... K>
+AEGIS_INLINE void walk(const Take& take, const uint8_t* a, const uint8_t* b, int64_t stride,
+                       const F& f, std::integer_sequence<int, K...>) {
+  Words<N> wa = load_words<N>(a, stride), wb = load_words<N>(b, stride);
+  (step<BITS, K>(take, a, b, stride, wa, wb, f), ...);
 }
 
 template <int BITS>
@@ -63,8 +73,7 @@ struct AffineStream {
   template <int N, class F>
   __attribute__((always_inline)) void codes(const uint8_t* words, int64_t stride, int64_t half,
                                             F f) const {
-    walk<BITS, 0>(*this, words, words + half, stride, load_words<N>(words, stride),
-                  load_words<N>(words + half, stride), f);
+    walk<BITS, N>(*this, words, words + half, stride, f, std::make_integer_sequence<int, 32>());
   }
 };
 
@@ -98,8 +107,7 @@ struct MaskedStream {
   template <int N, class F>
   __attribute__((always_inline)) void codes(const uint8_t* words, int64_t stride, int64_t half,
                                             F f) const {
-    walk<BITS, 0>(*this, words, words + half, stride, load_words<N>(words, stride),
-                  load_words<N>(words + half, stride), f);
+    walk<BITS, N>(*this, words, words + half, stride, f, std::make_integer_sequence<int, 32>());
   }
 };
 
