@@ -198,7 +198,7 @@ def test_folders_may_be_named_in_any_letters_in_every_locale(home: Path, locale:
     folder = home / "mödel 你好"
     if not folder.exists():
         shutil.copytree(home / "m", folder)
-    done = shell(home, f"{AEGIS} convert '{folder.name}'", LOCALES[locale])
+    done = shell(home, f"{AEGIS} convert -q '{folder.name}'", LOCALES[locale])
     assert (done.returncode, done.stderr) == (0, b"")
     missing = shell(home, f"{AEGIS} plan 'nö such/folder'", LOCALES[locale])
     assert missing.returncode == 2
