@@ -88,6 +88,21 @@ def test_one_cap_is_for_both_and_slots_end_with_the_devices_memory(
     assert plan.device.min_cap_nbytes == 154 * MIB
 
 
+@pytest.mark.parametrize(
+    ("device_cap", "unused", "words"),
+    [
+        (200 * MIB + 300 * 1024, 300 * 1024, "200.3 MiB  300 KiB unused"),
+        (760 * MIB, 10 * MIB, "760 MiB  10 MiB unused"),
+    ],
+)
+def test_what_a_device_cap_leaves_is_less_than_a_slot_or_behind_the_last_expert(
+    device_cap: int, unused: int, words: str
+) -> None:
+    plan = plan_request(request(100 * MIB, device_cap))
+    assert plan.unused_device_nbytes == unused
+    assert explain_plan(plan)[-1] == f"device cap        {words}"
+
+
 def test_refusals_name_the_side_that_is_short_and_the_smallest_caps() -> None:
     device = plan_request(request(100 * MIB, 100 * MIB)).refusal()
     assert device.startswith("the plan does not fit the device cap of 100 MiB: device runtime 80")
