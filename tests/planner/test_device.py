@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from aegis.planner import DeviceShare, MemoryPlan, PlanRequest, PrefillOption, Surroundings
@@ -71,6 +71,9 @@ def test_each_side_is_under_its_own_cap(
 
 
 @given(SIZES, st.none() | st.integers(154 * MIB, 900 * MIB))
+@example(500 * MIB, 300 * MIB)
+@example(500 * MIB, 154 * MIB)
+@example(224 * MIB - 1, None)
 def test_one_cap_is_for_both_and_slots_end_with_the_devices_memory(
     cap: int, ceiling: int | None
 ) -> None:
