@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from aegis.planner import DeviceShare, MemoryPlan, PlanRequest, PrefillOption, Surroundings
@@ -71,6 +71,9 @@ def test_each_side_is_under_its_own_cap(
 
 
 @given(SIZES, st.none() | st.integers(154 * MIB, 900 * MIB))
+@example(500 * MIB, 300 * MIB)
+@example(500 * MIB, 154 * MIB)
+@example(224 * MIB - 1, None)
 def test_one_cap_is_for_both_and_slots_end_with_the_devices_memory(
     cap: int, ceiling: int | None
 ) -> None:
@@ -86,6 +89,21 @@ def test_one_cap_is_for_both_and_slots_end_with_the_devices_memory(
     assert plan.unused_device_nbytes == plan.device_shortage_nbytes == 0
     assert plan.device is not None
     assert plan.device.min_cap_nbytes == 154 * MIB
+
+
+@pytest.mark.parametrize(
+    ("device_cap", "unused", "words"),
+    [
+        (200 * MIB + 300 * 1024, 300 * 1024, "200.3 MiB  300 KiB unused"),
+        (760 * MIB, 10 * MIB, "760 MiB  10 MiB unused"),
+    ],
+)
+def test_what_a_device_cap_leaves_is_less_than_a_slot_or_behind_the_last_expert(
+    device_cap: int, unused: int, words: str
+) -> None:
+    plan = plan_request(request(100 * MIB, device_cap))
+    assert plan.unused_device_nbytes == unused
+    assert explain_plan(plan)[-1] == f"device cap        {words}"
 
 
 def test_refusals_name_the_side_that_is_short_and_the_smallest_caps() -> None:

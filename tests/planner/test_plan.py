@@ -190,6 +190,11 @@ def test_impossible_requests_are_refused(changes: dict[str, object], match: str)
         request(**changes)
 
 
+def test_a_token_may_choose_every_expert() -> None:
+    plan = make_plan(request(num_experts=4))
+    assert (plan.feasible, plan.total_slots) == (True, 120)
+
+
 def test_json_carries_what_a_script_needs() -> None:
     plan = make_plan(request())
     data = plan.to_json()

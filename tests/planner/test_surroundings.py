@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from aegis.planner import PlanRequest, PrefillOption, Surroundings, make_plan
@@ -52,6 +52,7 @@ def test_a_plan_fits_if_the_cap_suffices_and_what_it_takes_exists(
 
 
 @given(st.integers(150, 1000), st.integers(114 * MIB, 2000 * MIB))
+@example(500, 114 * MIB)
 def test_the_cap_that_a_refusal_suggests_opens(cap_mib: int, ceiling: int) -> None:
     plan = make_plan(request(cap_mib, ceiling_nbytes=ceiling))
     if not plan.feasible:
