@@ -7,6 +7,7 @@ import hashlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from itertools import zip_longest
 from os import PathLike
 from pathlib import Path
@@ -17,15 +18,15 @@ from numpy.typing import NDArray
 
 from aegis.checkpoint.config import COPIED_FILES, QuantSpec
 from aegis.checkpoint.fileio import (
+    ALIGN,
     PIECE_NBYTES,
-    UncachedWriter,
-    aligned_buffer,
     copy_file,
     write_file,
 )
 from aegis.checkpoint.hub_cache import Origin, revisions_at
 from aegis.checkpoint.layout import ExpertGeometry, StoreLayout
 from aegis.checkpoint.manifest import Checksums, Manifest, encode
+from aegis.checkpoint.overlapped import OverlappedWriter
 from aegis.checkpoint.source import Checkpoint
 from aegis.checkpoint.store import EXPERT_FOLDERS, MANIFEST, RESIDENT, Store, expert_file, is_store
 from aegis.convert.build import (
@@ -41,6 +42,7 @@ from aegis.convert.identity import identity_of, model_name
 from aegis.convert.journal import Journal, unfinished_of
 from aegis.convert.layout import layout_of, resolve_checkpoint
 from aegis.convert.names import ExpertSource, Resolved
+from aegis.convert.records import is_large, write_records
 from aegis.convert.source_data import Streams, packed
 from aegis.convert.targets import in_3bit
 from aegis.convert.three_bit import write_3bit
@@ -49,6 +51,7 @@ from aegis.errors import CheckpointError, StoreError
 from aegis.kernels.base import Layout
 from aegis.kernels.sizes import RECORD_ALIGN, RESIDENT_ALIGN
 
+U8 = NDArray[np.uint8]
 Progress = Callable[[int, int], None]
 """Called with the bytes written so far and in all."""
 
@@ -243,9 +246,8 @@ class _Job:
             CheckpointError: the checkpoint was changed meanwhile.
         """
         files = self._copy_files(folder)
-        with Streams(self._piece_nbytes) as streams:
-            resident = self._resident(folder / RESIDENT, streams, journal)
-            experts = self._experts(folder, streams, journal)
+        resident = self._resident(folder / RESIDENT, journal)
+        experts = self._experts(folder, journal)
         path = self._checkpoint.path
         source: dict[str, Any] = {"name": model_name(path), "identity": identity}
         if (origin := Origin.of(path)) is not None:
@@ -268,19 +270,22 @@ class _Job:
             (folder / name).unlink(missing_ok=True)
         return {name: copy_file(path, folder / name) for name, path in self._copied.items()}
 
-    def _resident(self, path: Path, streams: Streams, journal: Journal) -> dict[str, int]:
+    def _resident(self, path: Path, journal: Journal) -> dict[str, int]:
         names, nbytes = self.plan.resident, self.plan.resident_file_nbytes
         found = journal.finished(path, nbytes, len(names))
         if found is not None:
             self._report(nbytes)
             return dict(zip(names, found, strict=True))
-        checksums = self._write_resident(path, streams)
+        checksums = self._write_resident(path)
         journal.note(path, list(checksums.values()))
         return checksums
 
-    def _write_resident(self, path: Path, streams: Streams) -> dict[str, int]:
+    def _write_resident(self, path: Path) -> dict[str, int]:
         checksums = {}
-        with UncachedWriter(path, self._piece_nbytes) as writer:
+        with (
+            Streams(self._piece_nbytes) as streams,
+            OverlappedWriter(path, self._piece_nbytes) as writer,
+        ):
             for name, tensor in self.plan.resident.items():
                 weight = self._resolved.resident[name]
                 crc, start = 0, writer.written
@@ -295,7 +300,7 @@ class _Job:
                 self._report(writer.written - start)
         return checksums
 
-    def _experts(self, folder: Path, streams: Streams, journal: Journal) -> Checksums:
+    def _experts(self, folder: Path, journal: Journal) -> Checksums:
         (folder / EXPERT_FOLDERS["4bit"]).mkdir(exist_ok=True)
         layers, nbytes = [], self.plan.experts.stride * self.plan.num_experts
         for layer in self.plan.moe_layers:
@@ -304,7 +309,7 @@ class _Job:
             if found is not None:
                 self._report(nbytes)
             else:
-                found = self._write_layer(path, self.plan.experts, sources, streams)
+                found = self._write_layer(path, self.plan.experts, sources)
                 journal.note(path, found)
             layers.append(found)
         return tuple(layers)
@@ -320,59 +325,51 @@ class _Job:
         if self._quantize is None:
             write_3bit(store, progress, alone=alone)
             return
-        with Streams(self._piece_nbytes) as streams:
 
-            def write_layer(path: Path, layer: int) -> tuple[int, ...]:
-                sources = in_3bit(self._resolved.experts[layer])
-                return self._write_layer(path, geometry, sources, streams)
+        def write_layer(path: Path, layer: int) -> tuple[int, ...]:
+            return self._write_layer(path, geometry, in_3bit(self._resolved.experts[layer]))
 
-            write_3bit(store, progress, write_layer, alone)
+        write_3bit(store, progress, write_layer, alone)
 
     def _write_layer(
-        self,
-        path: Path,
-        geometry: ExpertGeometry,
-        sources: Mapping[str, ExpertSource],
-        streams: Streams,
+        self, path: Path, geometry: ExpertGeometry, sources: Mapping[str, ExpertSource]
     ) -> tuple[int, ...]:
         """The file of a layer's records; their checksums."""
-        record, checksums = aligned_buffer(geometry.stride), []
-        with UncachedWriter(path, self._piece_nbytes) as writer:
-            for expert in range(self.plan.num_experts):
-                self._fill_record(record, geometry, sources, streams, expert)
-                checksums.append(zlib.crc32(record.data))
-                writer.write(record)
-                self._report(record.size)
-        return tuple(checksums)
+        # Several are open at a time.
+        opened = partial(Streams, max(ALIGN, self._piece_nbytes // 2))
+        pieces, count = partial(self._pieces, geometry, sources), self.plan.num_experts
+        return write_records(
+            path, geometry.stride, count, opened, pieces, self._report, self._piece_nbytes
+        )
 
-    def _fill_record(
+    def _pieces(
         self,
-        record: NDArray[np.uint8],
         geometry: ExpertGeometry,
         sources: Mapping[str, ExpertSource],
         streams: Streams,
         expert: int,
-    ) -> None:
-        """Padding is zero from the start and never written, so every record is deterministic."""
-        layout = self.plan.layout
+    ) -> Iterator[tuple[int, U8]]:
+        """The parts of a record in pieces, and where in the record these lie."""
+        layout, together = self.plan.layout, not is_large(geometry.stride)
         align = RESIDENT_ALIGN if layout == "il16" else RECORD_ALIGN
-        groups: dict[str, dict[str, Iterator[NDArray[np.uint8]]]] = {}
+        groups: dict[str, dict[str, Iterator[U8]]] = {}
         ends = {part: segment.offset for part, segment in geometry.segments.items()}
         for part, segment in geometry.segments.items():
             weight, first = sources[part].of(expert)
             rows = range(first, first + sources[part].rows)
             pieces = packed(streams, part, weight, rows, segment.format, layout, align)
             # Weights whose rows are in turn need the same bytes, which are read once for both.
-            groups.setdefault(part if weight.turn == (0, 1) else weight.name, {})[part] = pieces
+            shared = together and weight.turn != (0, 1)
+            groups.setdefault(weight.name if shared else part, {})[part] = pieces
         for group in groups.values():
             for part, piece in _in_step(group):
-                record[ends[part] : ends[part] + piece.size] = piece
+                yield ends[part], piece
                 ends[part] += piece.size
 
 
 def _in_step(
-    streams: Mapping[str, Iterator[NDArray[np.uint8]]],
-) -> Iterator[tuple[str, NDArray[np.uint8]]]:
+    streams: Mapping[str, Iterator[U8]],
+) -> Iterator[tuple[str, U8]]:
     """The next piece of each, with its name, until none has more."""
     for pieces in zip_longest(*streams.values()):
         for name, piece in zip(streams, pieces, strict=True):

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
 
+from aegis.checkpoint.checksum import crc32
 from aegis.checkpoint.fileio import (
     PIECE_NBYTES,
     UncachedReader,
-    UncachedWriter,
     aligned_buffer,
     write_file,
 )
-from aegis.checkpoint.layout import ExpertGeometry
 from aegis.checkpoint.manifest import ROUNDING_3BIT, encode
 from aegis.checkpoint.store import EXPERT_FOLDERS, MANIFEST, Store, expert_file
 from aegis.convert.build import (
@@ -30,10 +30,11 @@ from aegis.convert.build import (
     remove_leftovers,
 )
 from aegis.convert.journal import Journal, unfinished_of
+from aegis.convert.records import write_records
 from aegis.errors import StoreError
-from aegis.kernels.base import Layout, Weight
+from aegis.kernels.base import Weight
 from aegis.kernels.formats import pack, requantize_3bit, unpack
-from aegis.kernels.sizes import RECORD_ALIGN, RESIDENT_ALIGN
+from aegis.kernels.sizes import LANES, RECORD_ALIGN, nbytes
 
 U8 = NDArray[np.uint8]
 
@@ -80,7 +81,15 @@ def write_3bit(
     total, layers = layout.experts_nbytes("3bit"), len(layout.moe_layers)
     check_space(store.path, total - (unfinished.nbytes if unfinished else 0))
     checksums: list[tuple[int, ...]] = []
-    write = write_layer or partial(_convert_layer, store)
+    done = 0
+
+    def report(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress:
+            progress(done, total)
+
+    write = write_layer or partial(_convert_layer, store, report)
     with partial_folder(target, True, kept) as folder:
         journal = unfinished or Journal(folder, key)
         for layer in layout.moe_layers:
@@ -90,55 +99,82 @@ def write_3bit(
                 found = write(path, layer)
                 journal.note(path, found)
             checksums.append(found)
-            if progress:
-                progress(total * len(checksums) // layers, total)
+            report(total * len(checksums) // layers - done)
     write_file(store.path / MANIFEST, encode(store.manifest.with_3bit(tuple(checksums))))
 
 
-def _convert_layer(store: Store, target: Path, layer: int) -> tuple[int, ...]:
+class _Source:
+    """A layer's 4-bit records."""
+
+    def __init__(self, path: Path, stride: int, checksums: Sequence[int], layer: int) -> None:
+        self._path, self._checksums, self._layer = path, checksums, layer
+        try:
+            self._reader = UncachedReader(path, stride, RECORD_ALIGN)
+        except OSError as error:
+            raise StoreError(f"{path} cannot be read: {error.strerror}") from error
+        self._record = aligned_buffer(stride)
+
+    def __enter__(self) -> _Source:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._reader.close()
+
+    def record(self, expert: int) -> U8:
+        """A record that is what was written; it lies where the next one will.
+
+        Raises:
+            StoreError: it cannot be read, or is damaged.
+        """
+        try:
+            self._reader.read_into(expert * self._record.size, self._record)
+        except (OSError, EOFError) as error:
+            raise StoreError(f"{self._path} cannot be read: {error}") from error
+        if crc32(self._record) != self._checksums[expert]:
+            raise StoreError(
+                f"{self._path}: expert {expert} of layer {self._layer} is damaged (checksum"
+                " mismatch); convert the model again"
+            )
+        return self._record
+
+
+def _convert_layer(
+    store: Store, report: Callable[[int], None], target: Path, layer: int
+) -> tuple[int, ...]:
     layout, old, new = store.layout, store.layout.geometry("4bit"), store.layout.geometry("3bit")
-    expected = store.expert_checksums()[layout.moe_layers.index(layer)]
-    record, out = aligned_buffer(old.stride), aligned_buffer(new.stride)
-    checksums = []
-    source = expert_file(store.path, layer)
-    with (
-        _opened(source) as reader,
-        UncachedWriter(target, PIECE_NBYTES) as writer,
-    ):
-        for expert in range(layout.num_experts):
-            try:
-                reader.read_into(expert * old.stride, record)
-            except (OSError, EOFError) as error:
-                raise StoreError(f"{source} cannot be read: {error}") from error
-            if zlib.crc32(record.data) != expected[expert]:
-                raise StoreError(
-                    f"{source}: expert {expert} of layer {layer} is damaged (checksum mismatch);"
-                    " convert the model again"
-                )
-            _convert_record(record, old, out, new, layout.layout)
-            checksums.append(zlib.crc32(out.data))
-            writer.write(out)
-    return tuple(checksums)
+    checksums = store.expert_checksums()[layout.moe_layers.index(layer)]
+    opened = partial(_Source, expert_file(store.path, layer), old.stride, checksums, layer)
+
+    def pieces(source: _Source, expert: int) -> Iterator[tuple[int, U8]]:
+        record = source.record(expert)
+        for part, before in old.segments.items():
+            data, offset = record[before.offset :][: before.nbytes], new.segments[part].offset
+            if before.format == new.segments[part].format:
+                yield offset, data
+                continue
+            for piece in _derived(Weight(before.shape, before.format, layout.layout, data)):
+                yield offset, piece
+                offset += piece.size
+
+    return write_records(target, new.stride, layout.num_experts, opened, pieces, report)
 
 
-def _opened(path: Path) -> UncachedReader:
-    try:
-        return UncachedReader(path)
-    except OSError as error:
-        raise StoreError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _convert_record(
-    record: U8, old: ExpertGeometry, out: U8, new: ExpertGeometry, layout: Layout
-) -> None:
-    align = RESIDENT_ALIGN if layout == "il16" else RECORD_ALIGN
-    for part, before in old.segments.items():
-        after = new.segments[part]
-        data = record[before.offset : before.offset + before.nbytes]
-        target = out[after.offset : after.offset + after.nbytes]
-        if before.format == after.format:
-            target[:] = data
-            continue
-        arrays = unpack(Weight(before.shape, before.format, layout, data), align=align)
-        three, fmt = requantize_3bit(arrays, before.format)
-        pack(three, fmt, layout, align=align, out=target)
+def _derived(weight: Weight) -> Iterator[U8]:
+    """The bytes of a 4-bit weight as a 3-bit one, in pieces."""
+    if weight.layout == "row":
+        three, fmt = requantize_3bit(unpack(weight, align=RECORD_ALIGN), weight.format)
+        yield pack(three, fmt, "row", align=RECORD_ALIGN)
+        return
+    rows, cols = weight.shape
+    few = nbytes((LANES, cols), weight.format, "il16")
+    step = max(1, PIECE_NBYTES // few)
+    for start in range(0, weight.data.size, step * few):
+        data = weight.data[start : start + step * few]
+        shape = (min(rows - start // few * LANES, step * LANES), cols)
+        three, fmt = requantize_3bit(unpack(replace(weight, shape=shape, data=data)), weight.format)
+        yield pack(three, fmt, "il16")

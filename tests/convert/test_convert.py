@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stores import (
     cached_nbytes,
+    check_same_store,
     checkpoint_values,
     expert_values,
     raw_tensors,
@@ -32,6 +34,7 @@ from aegis.checkpoint.config import QuantSpec
 from aegis.checkpoint.source import Checkpoint
 from aegis.checkpoint.store import Store
 from aegis.convert import convert as convert_module
+from aegis.convert import records
 from aegis.convert.cache import embedded_path
 from aegis.convert.convert import convert
 from aegis.convert.quantize import quantize
@@ -212,6 +215,25 @@ def test_a_file_cut_short_while_it_is_converted_is_refused(tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match="cannot be read"):
         convert(source, tmp_path / "out" / "s", progress=cut, piece_nbytes=4096)
     assert list((tmp_path / "out").iterdir()) == []
+
+
+@given(checkpoint_choices(), seeds, layouts, st.booleans())
+def test_records_that_memory_does_not_hold_are_made_of_the_same_bytes(
+    choices: Choices, seed: int, layout: Layout, quantised: bool
+) -> None:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        source = write_choices(Path(folder, "m"), seed, choices)
+        plain = "quantization" not in json.loads((source / "config.json").read_text())
+        options: dict[str, Any] = {"layout": layout, "piece_nbytes": 1 << 13}
+        if plain and quantised:
+            options["quantize"] = QuantSpec(4, 64)
+        sound = convert(source, Path(folder, "s"), **options)
+        three = sound.layout.experts_3bit is not None
+        if three:
+            sound = convert(source, Path(folder, "s"), **options, experts3bit=True)
+        patch.setattr(records, "_LARGE_NBYTES", 0)
+        large = convert(source, Path(folder, "large"), **options, experts3bit=three)
+        check_same_store(large, sound)
 
 
 def test_an_existing_store_of_the_same_checkpoint_is_used(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def mx() -> Any:
 
 def plain(folder: Path, **choices: Any) -> Path:
     """A small plain checkpoint in bfloat16."""
-    return write_checkpoint(folder, 5, dense=True, num_experts=3, **choices)
+    return write_checkpoint(folder, 5, **({"dense": True, "num_experts": 3} | choices))
 
 
 def in_mlx_format(mx: Any, source: Path, folder: Path, bits: int, group_size: int) -> Path:
@@ -309,6 +309,18 @@ def test_quantising_takes_under_24_mib_beside_the_interpreter(tmp_path: Path, la
         vocab_size=16384,
         tie_word_embeddings=True,
     )
+    grown, peak = memory_of_conversion(small, big, tmp_path, layout)
+    assert grown < 24 << 20
+    assert peak < 300 << 20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("layout", ["il16", "row"])
+def test_memory_does_not_grow_with_an_expert(tmp_path: Path, layout: str) -> None:
+    """Records of 32 and 25 MiB, from 113 MiB of plain numbers."""
+    small = plain(tmp_path / "m")
+    shape = {"num_hidden_layers": 1, "num_experts": 2, "num_experts_per_tok": 1}
+    big = plain(tmp_path / "b", **shape, hidden_size=1024, moe_intermediate_size=19_200)
     grown, peak = memory_of_conversion(small, big, tmp_path, layout)
     assert grown < 24 << 20
     assert peak < 300 << 20

@@ -531,7 +531,7 @@ def test_memory_that_is_refused_is_not_the_disks_fault(source: Path, tmp_path: P
         def refused(nbytes: int) -> None:
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-        patch.setattr("aegis.convert.convert.aligned_buffer", refused)
+        patch.setattr("aegis.convert.records.aligned_buffer", refused)
         with pytest.raises(StoreError, match=r"the system gave no memory to convert with; stop"):
             convert(source, tmp_path / "s")
     assert not (tmp_path / "s").exists()

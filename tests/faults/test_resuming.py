@@ -17,11 +17,11 @@ from fault_tools import Forked
 from strategies import write_checkpoint
 
 from aegis.checkpoint.config import QuantSpec
-from aegis.checkpoint.fileio import UncachedWriter
+from aegis.checkpoint.overlapped import OverlappedWriter
 from aegis.checkpoint.plainfile import sealed
 from aegis.checkpoint.store import Store
 from aegis.convert import convert as converting
-from aegis.convert import three_bit
+from aegis.convert import records
 from aegis.convert.build import JOURNAL, remove_remains
 from aegis.convert.cache import cached_store_path, ensure_store
 from aegis.convert.convert import convert
@@ -71,14 +71,14 @@ class Run:
     def _log_writes(self) -> None:
         log = self._log.fileno()
 
-        class Writer(UncachedWriter):
+        class Writer(OverlappedWriter):
             def __init__(self, path: Path, *rest: Any) -> None:
                 within = "experts/" if path.parent.name == "experts" else ""
                 os.write(log, f"{within}{path.name}\n".encode())
                 super().__init__(path, *rest)
 
-        for module in (converting, three_bit):
-            vars(module)["UncachedWriter"] = Writer
+        for module in (converting, records):
+            vars(module)["OverlappedWriter"] = Writer
 
     def end(self) -> Run:
         """Wait for it."""

@@ -1,0 +1,113 @@
+"""Writing a layer's expert records: several are made at a time, while others are being written."""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, closing
+from itertools import islice
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aegis.checkpoint.checksum import crc32
+from aegis.checkpoint.fileio import PIECE_NBYTES, UncachedWriter, aligned_buffer
+from aegis.checkpoint.overlapped import OverlappedWriter
+
+U8 = NDArray[np.uint8]
+Reader = TypeVar("Reader")
+Made = TypeVar("Made")
+Pieces = Callable[[Reader, int], Iterator[tuple[int, U8]]]
+"""What a record consists of, read through a reader: pieces, and where in the record each lies."""
+
+_AT_A_TIME = 3
+"""Two would leave the disk alone while both are packed."""
+_LARGE_NBYTES = 24 << 20
+
+
+def is_large(stride: int) -> bool:
+    """Whether such a record is made alone, and never lies in memory whole."""
+    return stride > _LARGE_NBYTES
+
+
+def write_records(
+    path: Path,
+    stride: int,
+    count: int,
+    opened: Callable[[], AbstractContextManager[Reader]],
+    pieces: Pieces[Reader],
+    report: Callable[[int], None],
+    piece_nbytes: int = PIECE_NBYTES,
+) -> tuple[int, ...]:
+    """Write the file of ``count`` records of ``stride`` bytes; their CRC-32s.
+
+    Each reader is used by one thread at a time. What no piece covers is zero. The pieces of a
+    large record have to come in order. ``report`` is told what was written.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    checksums = []
+    with ExitStack() as stack:
+        writer = stack.enter_context(OverlappedWriter(path, piece_nbytes))
+        if is_large(stride):
+            reader = stack.enter_context(opened())
+            for record in range(count):
+                checksums.append(_write_pieces(writer, stride, pieces(reader, record)))
+                report(stride)
+            return tuple(checksums)
+
+        def make(place: tuple[Reader, U8], record: int) -> tuple[U8, int]:
+            reader, data = place
+            for offset, piece in pieces(reader, record):
+                data[offset : offset + piece.size] = piece
+            return data, crc32(data)
+
+        places = [
+            (stack.enter_context(opened()), aligned_buffer(stride)) for _ in range(_AT_A_TIME)
+        ]
+        for data, checksum in stack.enter_context(closing(_in_order(make, places, count))):
+            checksums.append(checksum)
+            writer.write(data)
+            report(stride)
+    return tuple(checksums)
+
+
+def _write_pieces(writer: UncachedWriter, stride: int, pieces: Iterator[tuple[int, U8]]) -> int:
+    checksum = end = 0
+
+    def write(data: U8) -> None:
+        nonlocal checksum, end
+        checksum = zlib.crc32(data.data, checksum)
+        writer.write(data)
+        end += data.size
+
+    for offset, piece in pieces:
+        write(np.zeros(offset - end, dtype=np.uint8))
+        write(piece)
+    write(np.zeros(stride - end, dtype=np.uint8))
+    return checksum
+
+
+def _in_order(
+    make: Callable[[tuple[Reader, U8], int], Made], places: Sequence[tuple[Reader, U8]], count: int
+) -> Generator[Made, None, None]:
+    """``make(place, number)`` for each number, in order, on a thread for each place.
+
+    A place is used again when the next one is asked for, for what was made lies in its memory. The
+    first error ends it. Closing it waits for what is being made.
+    """
+    with ThreadPoolExecutor(len(places)) as threads:
+        line: deque[tuple[tuple[Reader, U8], Future[Made]]] = deque()
+        numbers = iter(range(count))
+        for place, number in zip(places, numbers, strict=False):
+            line.append((place, threads.submit(make, place, number)))
+        while line:
+            place, made = line.popleft()
+            yield made.result()
+            for number in islice(numbers, 1):
+                line.append((place, threads.submit(make, place, number)))
