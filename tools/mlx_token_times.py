@@ -17,6 +17,7 @@ import mlx.core as mx
 
 from aegis import Engine
 from aegis.kernels.mlx import device
+from aegis.kernels.mlx.attention import over_keys
 from aegis.kernels.mlx.queue import MlxQueue
 from aegis.kernels.mlx.router import MlxRouting
 
@@ -172,7 +173,7 @@ class Pieces:
         self.hidden = self._decoder.embedding(self.token)
         self.queries, *self._entry = first.attention._enter_one(self.hidden, self._at(position))
         self._mixed = first.attention.attend(self.hidden, first.cache, position)
-        mx.eval(self.hidden, self.queries, self._entry, self._mixed)
+        mx.eval(self.hidden, self.queries, self._entry, *self._mixed)
 
     def layers(self, x: mx.array, position: int) -> mx.array:
         """As the engine calls them."""
@@ -190,13 +191,13 @@ class Pieces:
         """Writing keys and values, and attention."""
         for layer in self._layers:
             layer.cache.append(*self._entry, position)
-            queries = layer.attention._over_keys(queries, layer.cache, position)
+            queries = over_keys(queries, layer.cache, position, layer.attention._scale, None)
         return queries
 
     def behind(self, x: mx.array, position: int) -> mx.array:
         """What follows the heads: the router and the experts above all."""
         for queued, table in zip(self._queued, self._tables, strict=True):
-            x, _ = queued._behind_heads(x, self._mixed, table)
+            x, _ = queued._behind_heads(x, table, *self._mixed)
         return x
 
     def ends(self, token: mx.array, position: int) -> mx.array:

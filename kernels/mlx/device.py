@@ -45,6 +45,10 @@ class Traits:
     """Whether quantised products of several rows have to be gathered where all inputs are one
     group: the kernels that MLX has for just that case on Hopper GPUs (qmm_sm90) give wrong numbers,
     NaN among them, up to version 0.32.4 at least."""
+    wide_groups_in_tiles: bool = False
+    """Whether products in groups of 128 have to have at most ``tile_rows`` rows: in float32 the
+    kernel that MLX has on CUDA (qmm_naive) asks for more shared memory than it may have where there
+    are more, and is not started, up to version 0.32.4 at least."""
     files_nbytes: int = 0
     """What libraries take of the resident size (CUDA only)."""
 
@@ -93,6 +97,7 @@ def open_device(numbers: Numbers, cache_nbytes: int) -> Traits:
             TILE_ROWS,
             _CUDA_ROWS,
             by_index=True,
+            wide_groups_in_tiles=numbers == "f32",
             files_nbytes=_files_nbytes(),
         )
     return Traits(device, numbers, _CPU_TILE_ROWS if device == "cpu" else TILE_ROWS, 1)

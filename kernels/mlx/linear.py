@@ -23,6 +23,8 @@ class Linear:
         self._arrays = in_numbers(memory.arrays(weight), weight, traits)
         one_group = self._format.kind != "dense" and weight.shape[1] == self._format.group_size
         self._by_index = traits.by_index and one_group
+        in_tiles = traits.wide_groups_in_tiles and self._format.group_size > 64
+        self._most_rows = traits.tile_rows if in_tiles else None
 
     def __call__(self, x: mx.array) -> mx.array:
         """The product; weights of wider numbers than x's are computed with in theirs."""
@@ -33,11 +35,14 @@ class Linear:
         return self._product(x)
 
     def _product(self, x: mx.array) -> mx.array:
+        rows = x.shape[0]
         if self._format.kind == "dense":
             out = x @ self._arrays[0].T
         else:
             fmt = self._format
-            if self._by_index and x.shape[0] > 1:
+            if tiled := self._most_rows is not None and rows > 1:
+                x = x.reshape(-1, self._most_rows, x.shape[1])
+            if self._by_index and rows > 1:
                 out = mx.gather_qmm(
                     x,
                     *quantised(tuple(array[None] for array in self._arrays)),
@@ -54,6 +59,8 @@ class Linear:
                     bits=fmt.bits,
                     mode=fmt.kind,
                 )
+            if tiled:
+                out = out.reshape(rows, -1)
         if out.dtype != self._dtype:
             out = out.astype(self._dtype)
         return out if self._bias is None else out + self._bias

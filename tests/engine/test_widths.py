@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mlx_tools import PLENTY, mlx_options, needs_mlx
+from mlx_tools import NUMBERS, PLENTY, mlx_options, needs_mlx
 from small_model import needs_native
 from stores import raw_tensors, rewrite, source_values
 from strategies import write_checkpoint
@@ -19,7 +19,7 @@ from aegis.convert.names import SourceWeight
 from aegis.engine import planning
 from aegis.engine.numbers import numbers_of
 from aegis.errors import CheckpointError
-from aegis.kernels.base import Format
+from aegis.kernels.base import Format, Numbers
 from aegis.kernels.sizes import CODE_BITS, GROUPS, MXFP4
 from aegis.settings import Settings
 
@@ -78,15 +78,19 @@ def test_reference_computes_with_every_width_and_group(
 @needs_mlx
 @pytest.mark.parametrize("bits", CODE_BITS)
 @pytest.mark.parametrize("group_size", GROUPS)
+@pytest.mark.parametrize("numbers", NUMBERS)
 def test_mlx_computes_with_every_width_and_group(
-    tmp_path: Path, bits: int, group_size: int
+    tmp_path: Path, bits: int, group_size: int, numbers: Numbers
 ) -> None:
     source = checkpoint(tmp_path / "m", bits, group_size)
     expected = logits(convert(source, tmp_path / "s").path)
     store = convert(source, tmp_path / "r", layout="row")
-    with Engine.open(store.path, cap=PLENTY, **mlx_options("f32")) as engine:
-        found = engine.score(IDS, last=None)
-        assert np.abs(found - expected).max() < 1e-4 * expected.std()
+    with Engine.open(store.path, cap=PLENTY, **mlx_options(numbers)) as engine:
+        difference = np.abs(engine.score(IDS, last=None) - expected) / expected.std()
+    if numbers == "f32":
+        assert difference.max() < 1e-4
+    else:  # Another choice of experts may change one row.
+        assert np.median(difference) < 0.1
 
 
 @needs_native

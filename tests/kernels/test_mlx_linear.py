@@ -21,8 +21,10 @@ pytestmark = needs_mlx
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 24])
-@pytest.mark.parametrize("bits", [0, 4, 8])
-def test_rows_are_filled_up_to_a_multiple_and_the_filling_is_dropped(rows: int, bits: int) -> None:
+@pytest.mark.parametrize(("bits", "width"), [(0, 64), (4, 64), (8, 64), (4, 128), (3, 256)])
+def test_rows_are_filled_up_to_a_multiple_and_the_filling_is_dropped(
+    rows: int, bits: int, width: int
+) -> None:
     import mlx.core as mx
 
     from aegis.kernels.mlx.device import open_device
@@ -30,12 +32,14 @@ def test_rows_are_filled_up_to_a_multiple_and_the_filling_is_dropped(rows: int, 
     from aegis.kernels.mlx.memory import MlxMemory
 
     rng = np.random.default_rng(bits)
-    values = rng.normal(0, 1, (24, 64)).astype(np.float32)
+    values = rng.normal(0, 1, (24, width)).astype(np.float32)
     if bits:
-        fmt = Format("affine", "bf16", bits, 64)
-        codes = formats.pack_codes(rng.integers(0, 1 << bits, (24, 64), dtype=np.uint8), bits)
-        params = f32_to_bf16(values[:, :1])
-        arrays = MlxArrays(codes, params, f32_to_bf16(values[:, 1:2]))
+        fmt = Format("affine", "bf16", bits, min(width, 128))
+        codes = formats.pack_codes(rng.integers(0, 1 << bits, (24, width), dtype=np.uint8), bits)
+        groups = width // fmt.group_size
+        params = f32_to_bf16(np.ascontiguousarray(values[:, :groups]))
+        biases = f32_to_bf16(np.ascontiguousarray(values[:, groups : 2 * groups]))
+        arrays = MlxArrays(codes, params, biases)
     else:
         fmt, arrays = Format("dense", "bf16"), MlxArrays(f32_to_bf16(values))
     packed = formats.pack(arrays, fmt, "row")
@@ -43,11 +47,19 @@ def test_rows_are_filled_up_to_a_multiple_and_the_filling_is_dropped(rows: int, 
     memory = MlxMemory(traits)
     region = memory.resident(packed.size)
     region[:] = packed
-    weight = Weight((24, 64), fmt, "row", region)
-    x = rng.normal(0, 1, (rows, 64)).astype(np.float32)
+    weight = Weight((24, width), fmt, "row", region)
+    x = rng.normal(0, 1, (rows, width)).astype(np.float32)
     wanted = x.astype(np.float64) @ formats.dequantize(weight).astype(np.float64).T
-    for multiple, by_index in ((1, True), (8, True), (1, traits.by_index), (8, traits.by_index)):
-        changed = replace(traits, row_multiple=multiple, by_index=by_index)
+    ways = [(m, i, False) for m in (1, 8) for i in (True, traits.by_index)]
+    ways = [way for way in ways if not (traits.wide_groups_in_tiles and width > 64)]
+    for multiple, by_index, in_tiles in (*ways, (16, True, True), (16, traits.by_index, True)):
+        changed = replace(
+            traits,
+            row_multiple=multiple,
+            by_index=by_index,
+            tile_rows=8,
+            wide_groups_in_tiles=in_tiles,
+        )
         linear = Linear(memory, changed, weight)
         found = np.array(linear(mx.array(x)))
         assert found.shape == wanted.shape
