@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
-from aegis.checkpoint.config import tokenizer_nbytes
 from aegis.checkpoint.hub_cache import HubName
 from aegis.checkpoint.remote import RemoteCheckpoint
 from aegis.checkpoint.source import Checkpoint
 from aegis.checkpoint.store import Store, is_store
+from aegis.checkpoint.vocabulary import tokenizer_nbytes
 from aegis.convert.cache import (
     STORE_NAME,
     cache_folder,
