@@ -455,7 +455,7 @@ def _requantize_rows(words: U32, scales: Raw, biases: Raw, fmt: Format) -> tuple
         u, t = 2 * s - kept[narrow], b - to_f32(bias[narrow], fmt).astype(np.float64)
         n, (q, r, qq, qr) = fmt.group_size, (part[narrow] for part in moments)
         missed = u * u * qq + s * s * r + t * t * n + 2 * (u * s * qr + u * t * q + s * t * r)
-        better = (off == 0) | (n * off * off < missed)
+        better = n * off * off < missed
         keeps = tuple(place[better] for place in narrow)
         scale[keeps], bias[keeps] = scales[keeps], moved[better]
         grouped = (len(words), -1, fmt.group_size // 8)
