@@ -2,7 +2,9 @@
 
 Kimi's tiktoken.model lists tokens by rank: of all neighbours whose bytes together are a token,
 those of the lowest rank are joined, the leftmost first. The tokenizers library joins by a list of
-pairs instead, so every way to cut a token into two becomes such a pair, in the order of ranks.
+pairs instead, so every way to cut a token into two becomes such a pair, in the order of ranks. At
+most one of a token's pairs is ever met, since what is joined within its bytes before they are one
+does not depend on what stands around them; so their order among themselves does not matter.
 vocab.json and merges.txt are what the library reads anyway; only rules are missing. They are known
 here by the name of a class: code that comes with a checkpoint is never run.
 """
@@ -13,7 +15,6 @@ import binascii
 import io
 import json
 import tempfile
-from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -154,8 +155,10 @@ def _write_ranked(folder: Path, target: Path) -> None:
         file.write("}")
     with (target / MERGES_TXT).open("w", encoding="utf-8") as file:
         for token in tokens:
-            for at in cuts(token, known):
-                file.write(f"{spelled(token[:at])} {spelled(token[at:])}\n")
+            for at in range(1, len(token)):
+                left, right = token[:at], token[at:]
+                if left in known and right in known:
+                    file.write(f"{spelled(left)} {spelled(right)}\n")
 
 
 def _ranked(path: Path) -> list[bytes]:
@@ -178,24 +181,6 @@ def _ranked(path: Path) -> list[bytes]:
         raise TokenizerError(
             f"{path} has no token of rank {error.args[0]}, though later ones; download it again"
         ) from error
-
-
-def cuts(token: bytes, known: Collection[bytes]) -> Iterator[int]:
-    """Where a token can be cut into two known ones, in the order in which that counts.
-
-    The order matters where two cuts of one token compete for the middle one of three neighbours:
-    the one that comes first from the left counts. They are as long as each other's other half,
-    and only one of the two can be the left one, unless the token repeats one piece throughout.
-    """
-    length = len(token)
-    for short in range(1, length // 2 + 1):
-        long = length - short
-        both = (short, long)
-        if token[:short] == token[long:] and token[short:] != token[:long]:
-            both = (long, short)
-        for at in both[: 1 if short == long else 2]:
-            if token[:at] in known and token[at:] in known:
-                yield at
 
 
 def _reserve(backend: tokenizers.Tokenizer, files: TokenFiles, rows: int | None) -> None:
