@@ -117,6 +117,8 @@ def grown(draw: st.DrawFn) -> list[bytes]:
 
 @given(grown(), st.lists(st.text("ab", min_size=1, max_size=24), min_size=1, max_size=8))
 @example([*BYTES, b"ba", b"ab", b"aba"], ["ababa", "abbaba", "babab", "abaab"])
+# The last token is one only where it is a whole word: bb is joined before.
+@example([*BYTES, b"bb", b"ab", b"ba", b"abba"], ["abba", "babba"])
 def test_joining_by_pairs_is_joining_by_ranks(
     tmp_path_factory: pytest.TempPathFactory, tokens: list[bytes], words: list[str]
 ) -> None:
