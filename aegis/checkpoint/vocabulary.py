@@ -29,7 +29,7 @@ _CLASSES: Mapping[str, Rule] = {
 _OTHERS = (TIKTOKEN_MODEL, "tokenizer.model", "tekken.json", VOCAB_JSON, "vocab.txt")
 """What transformers makes a tokenizer.json of."""
 
-_AS_JSON = {TOKENIZER_JSON: 1.0, TIKTOKEN_MODEL: 6.0, VOCAB_JSON: 3.0, MERGES_TXT: 3.0}
+_AS_JSON = {TOKENIZER_JSON: 1.0, TIKTOKEN_MODEL: 5.0, VOCAB_JSON: 3.0, MERGES_TXT: 3.0}
 """Bytes of tokenizer.json for each byte, by what either takes in memory."""
 
 _MAX_NBYTES = 256 << 20

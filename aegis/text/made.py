@@ -2,9 +2,8 @@
 
 Kimi's tiktoken.model lists tokens by rank: of all neighbours whose bytes together are a token,
 those of the lowest rank are joined, the leftmost first. The tokenizers library joins by a list of
-pairs instead, so every way to cut a token into two becomes such a pair, in the order of ranks. At
-most one of a token's pairs is ever met, since what is joined within its bytes before they are one
-does not depend on what stands around them; so their order among themselves does not matter.
+pairs instead. What is joined within a token's bytes before they are one does not depend on what
+stands around them, so it is always the same two that make a token: those become its pair.
 vocab.json and merges.txt are what the library reads anyway; only rules are missing. They are known
 here by the name of a class: code that comes with a checkpoint is never run.
 """
@@ -15,6 +14,8 @@ import binascii
 import io
 import json
 import tempfile
+from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,8 @@ from aegis.text.token_files import TokenFiles
 if TYPE_CHECKING:
     import tokenizers
 
+_LONGEST = 1024
+"""Characters of base64; the longest tokens are a line of blanks."""
 _RESERVED = 256
 """Rows that Kimi's vocabulary has behind the ranked tokens; those without a name get one."""
 
@@ -136,11 +139,11 @@ def _write_ranked(folder: Path, target: Path) -> None:
     """Write vocab.json and merges.txt that join as the ranks of tiktoken.model do."""
     path = folder / TIKTOKEN_MODEL
     tokens = _ranked(path)
-    known = frozenset(tokens)
-    if len(known) < len(tokens):
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    if len(ranks) < len(tokens):
         raise TokenizerError(f"{path} lists a token twice; download it again")
     for byte in range(256):
-        if bytes([byte]) not in known:
+        if bytes([byte]) not in ranks:
             raise TokenizerError(f"{path} has no token for the byte {byte}; download it again")
     letters = dict(enumerate(byte_letters()))
 
@@ -155,10 +158,28 @@ def _write_ranked(folder: Path, target: Path) -> None:
         file.write("}")
     with (target / MERGES_TXT).open("w", encoding="utf-8") as file:
         for token in tokens:
-            for at in range(1, len(token)):
-                left, right = token[:at], token[at:]
-                if left in known and right in known:
-                    file.write(f"{spelled(left)} {spelled(right)}\n")
+            if at := _cut(token, ranks):
+                file.write(f"{spelled(token[:at])} {spelled(token[at:])}\n")
+
+
+def _cut(token: bytes, ranks: Mapping[bytes, int]) -> int:
+    """Where the last two parts of a token meet when its bytes are joined; 0: they never get there.
+
+    Such a token is one only where it is a whole word.
+    """
+    never = len(ranks)
+    parts = [token[at : at + 1] for at in range(len(token))]
+    joints = [ranks.get(left + right, never) for left, right in pairwise(parts)]
+    while len(parts) > 2:
+        lowest = min(joints)
+        if lowest == never:
+            return 0
+        at = joints.index(lowest)
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        del joints[at]
+        for joint in range(max(at - 1, 0), min(at + 1, len(joints))):
+            joints[joint] = ranks.get(parts[joint] + parts[joint + 1], never)
+    return len(parts[0]) if len(parts) == 2 else 0
 
 
 def _ranked(path: Path) -> list[bytes]:
@@ -171,6 +192,8 @@ def _ranked(path: Path) -> list[bytes]:
         try:
             token, rank = line.split()
             tokens[int(rank)] = binascii.a2b_base64(token, strict_mode=True)
+            if len(token) > _LONGEST:
+                raise ValueError("no vocabulary has such long tokens")
         except ValueError as error:
             raise TokenizerError(
                 f"line {number} of {path} is not a token in base64 and its rank; download it again"

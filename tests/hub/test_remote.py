@@ -114,7 +114,7 @@ def test_what_tokenizer_json_is_made_from_stands_for_it(here: FakeHub) -> None:
     files |= {"tiktoken.model": bytes(1000), "tokenizer_config.json": json.dumps(config).encode()}
     files["tokenization_kimi.py"] = b"raise AssertionError"
     found = remote.RemoteCheckpoint.described(NAME, described_here(NAME))
-    assert found.tokenizer_nbytes == 6000
+    assert found.tokenizer_nbytes == 5000
     assert set(found.sizes) == {*NAMES, "tiktoken.model"} - {"tokenizer.json"}
     files["tokenizer_config.json"] = b"{"
     with pytest.raises(
