@@ -62,6 +62,7 @@ I64 = NDArray[np.int64]
 F32 = NDArray[np.float32]
 Raw = NDArray[Any]
 """Raw numbers: uint16 for bf16 and f16, uint32 for f32, uint8 for e8m0."""
+_Places = tuple[NDArray[np.intp], ...]
 
 
 class MlxArrays(NamedTuple):
@@ -407,8 +408,10 @@ def requantize_3bit(arrays: MlxArrays, fmt: Format) -> tuple[MlxArrays, Format]:
     Two neighbouring codes become one, ``q = c >> 1``: no step fits 16 evenly spaced values better,
     and one that spans them from the smallest to the largest (15/7) errs half as much again. Per
     group follow the scale of least squares over the old values and, after it is rounded to
-    ``fmt.dtype``, the bias of least squares, rounded too. All sums are of whole numbers, so every
-    machine gives the same bits.
+    ``fmt.dtype``, the bias of least squares, rounded too. A group whose codes span at most eight
+    neighbours keeps them, less the smallest, and its scale, if that errs less: its bias then moves
+    by whole steps, mostly without rounding. All sums are of whole numbers, so every machine gives
+    the same bits.
     """
     if fmt.kind != "affine" or fmt.bits != 4:
         raise FormatError("3-bit experts are derived from 4-bit weights")
@@ -432,7 +435,8 @@ def requantize_3bit(arrays: MlxArrays, fmt: Format) -> tuple[MlxArrays, Format]:
 @np.errstate(over="ignore", invalid="ignore")  # Scales that are no numbers stay so.
 def _requantize_rows(words: U32, scales: Raw, biases: Raw, fmt: Format) -> tuple[Raw, Raw, Raw]:
     words = np.ascontiguousarray(words)
-    halves, odd, squares, odd_halves = _moments_of_halves(words, fmt.group_size)
+    moments, wide = _moments_of_halves(words, fmt.group_size)
+    halves, odd, squares, odd_halves = moments
     old_scale, old_bias = (to_f32(raw, fmt).astype(np.float64) for raw in (scales, biases))
     # c = 2q + r, so the slope of c over q is 2 and that of r over q.
     spread = fmt.group_size * squares - halves * halves
@@ -440,25 +444,67 @@ def _requantize_rows(words: U32, scales: Raw, biases: Raw, fmt: Format) -> tuple
     scale = from_f32((old_scale * (2 + slope)).astype(np.float32), fmt)
     kept = to_f32(scale, fmt).astype(np.float64)
     bias = old_bias + (old_scale * (2 * halves + odd) - kept * halves) / fmt.group_size
-    return _join_nibbles(words >> np.uint32(1)), scale, from_f32(bias.astype(np.float32), fmt)
+    codes, bias = words >> np.uint32(1), from_f32(bias.astype(np.float32), fmt)
+    if not wide.all():
+        narrow, low = _narrow(words, fmt.group_size, wide)
+        s, b = old_scale[narrow], old_bias[narrow]
+        level = b + s * low
+        moved = from_f32(level.astype(np.float32), fmt)
+        off = to_f32(moved, fmt).astype(np.float64) - level
+        # What the fit misses by is (2s - S) q + s r + (b - B), and r * r is r.
+        u, t = 2 * s - kept[narrow], b - to_f32(bias[narrow], fmt).astype(np.float64)
+        n, (q, r, qq, qr) = fmt.group_size, (part[narrow] for part in moments)
+        missed = u * u * qq + s * s * r + t * t * n + 2 * (u * s * qr + u * t * q + s * t * r)
+        better = n * off * off < missed
+        keeps = tuple(place[better] for place in narrow)
+        scale[keeps], bias[keeps] = scales[keeps], moved[better]
+        grouped = (len(words), -1, fmt.group_size // 8)
+        less = low[better, None].astype(np.uint32) * np.uint32(0x1111_1111)
+        codes.reshape(grouped)[keeps] = words.reshape(grouped)[keeps] - less
+    return _join_nibbles(codes), scale, bias
 
 
-def _moments_of_halves(words: U32, group_size: int) -> tuple[I64, I64, I64, I64]:
-    """Sums over each group of q, r, q * q and q * r, where a code is 2q + r, int64."""
+def _narrow(words: U32, group_size: int, wide: NDArray[np.bool_]) -> tuple[_Places, U8]:
+    """Places (row, group) of the groups whose codes span at most eight, and their smallest code.
+
+    wide: groups of which it is known that they do not.
+    """
+    places = np.nonzero(~wide)
+    codes = unpack_codes(words.reshape(len(words), -1, group_size // 8)[places], 4)
+    least = codes.min(axis=-1, initial=15)
+    fits = codes.max(axis=-1, initial=0) - least <= 7
+    return tuple(place[fits] for place in places), least[fits]
+
+
+def _moments_of_halves(words: U32, group_size: int) -> tuple[list[I64], NDArray[np.bool_]]:
+    """Sums over each group of q, r, q * q and q * r, where a code is 2q + r, int64.
+
+    Also whether it has codes below 4 and from 12 on, which are more than eight apart.
+    """
     fours = words.view(np.uint16).reshape(len(words), -1, group_size // 4)
-    # Every sum stays below 2^16 (128 * 49), so that one addition adds all four.
-    sums = np.take(_moments_of_fours(), fours).sum(axis=-1, dtype=np.uint64)
-    parts = sums[..., None].view(np.uint16).astype(np.int64)
-    return parts[..., 0], parts[..., 1], parts[..., 2], parts[..., 3]
+    sums = np.take(_moments_of_fours(), fours).sum(axis=-1)
+    parts = [(sums >> at) & mask for at, mask in _FIELDS]
+    return parts, (sums & _LOWEST != 0) & (sums > _HIGHEST)
+
+
+_FIELDS = ((0, 0x3FF), (10, 0xFF), (18, 0x1FFF), (31, 0x3FF))
+"""Where each sum lies in 64 bits, wide enough for 128 codes, so that one addition adds all."""
+_LOWEST = 0xFF << 41
+"""Where the codes below 4 are counted."""
+_HIGHEST = (1 << 49) - 1
+"""The codes from 12 on are counted above it."""
 
 
 @functools.cache
-def _moments_of_fours() -> NDArray[np.uint64]:
-    """By each four codes of a uint16, the four sums in the 16-bit parts of one number."""
+def _moments_of_fours() -> I64:
+    """By each four codes of a uint16, the sums and counts in the parts of one number."""
     codes = unpack_codes(np.arange(1 << 16, dtype=np.uint32)[:, None], 4)[:, :4]
-    q, r = (codes >> 1).astype(np.uint16), (codes & 1).astype(np.uint16)
-    sums = np.stack([x.sum(axis=1, dtype=np.uint16) for x in (q, r, q * q, q * r)], axis=1)
-    return np.ascontiguousarray(sums).view(np.uint64)[:, 0]
+    q, r = codes >> 1, codes & 1
+    sums = [x.sum(axis=1, dtype=np.int64) for x in (q, r, q * q, q * r, codes < 4, codes > 11)]
+    table = np.zeros(1 << 16, np.int64)
+    for part, at in zip(sums, [*(at for at, _ in _FIELDS), 41, 49], strict=True):
+        table |= part << at
+    return table
 
 
 def _join_nibbles(words: U32) -> U32:

@@ -10,11 +10,10 @@ from typing import Any, Literal, TypeAlias
 from aegis.checkpoint.plainfile import (
     FileDamageError,
     read_object,
-    regular_nbytes,
     shown,
     shown_name,
 )
-from aegis.errors import CheckpointError, TokenizerError
+from aegis.errors import CheckpointError
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -25,6 +24,7 @@ TOKENIZER_FILES = (
     "chat_template.json",
     "vocab.json",
     "merges.txt",
+    "tiktoken.model",
     "tokenizer.model",
 )
 """Files that the text side may read; a store holds a copy of those that exist."""
@@ -95,7 +95,6 @@ _ANY_FLOAT = (-1.7976931348623157e308, 1.7976931348623157e308)
 _QUANT_RANGES = {"bits": (1, 32), "group_size": (1, 1 << 20)}
 _QUANT_WORDS = {"bits", "group_size", "mode", "quant_method"}
 _MXFP4 = {"bits": 4, "group_size": 32, "mode": "mxfp4"}
-_MAX_TOKENIZER_NBYTES = 256 << 20
 
 # ModelConfig has methods named after these types, which would shadow them in annotations.
 _Int: TypeAlias = int
@@ -342,42 +341,3 @@ def load_config(folder: Path) -> ModelConfig:
     """The config of a checkpoint folder."""
     path = folder / "config.json"
     return ModelConfig(read_json(path), str(path))
-
-
-_OTHER_VOCABULARIES = (
-    "tokenizer.model",
-    "tiktoken.model",
-    "tekken.json",
-    "vocab.json",
-    "vocab.txt",
-)
-"""What transformers makes a tokenizer.json of."""
-
-
-def tokenizer_nbytes(folder: Path) -> int:
-    """The size of a folder's tokenizer.json, from which follows what it takes in memory.
-
-    Raises:
-        TokenizerError: it is missing, no file, or implausibly large.
-    """
-    path = folder / "tokenizer.json"
-    try:
-        size = regular_nbytes(path)
-    except FileNotFoundError:
-        remedy = "copy or download it into the folder"
-        if other := next((n for n in _OTHER_VOCABULARIES if (folder / n).exists()), None):
-            remedy = (
-                f"copy it there or write it from {other} with transformers:"
-                f" AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
-            )
-        raise TokenizerError(
-            f"{path} is missing; a model folder needs the tokenizer.json it was published with, so"
-            f" {remedy}"
-        ) from None
-    except FileDamageError as error:
-        raise TokenizerError(error.about(path)) from error
-    if size > _MAX_TOKENIZER_NBYTES:
-        raise TokenizerError(
-            f"{path} is implausibly large for a tokenizer ({size} bytes); download it again"
-        )
-    return size

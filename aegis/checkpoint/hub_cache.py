@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aegis.checkpoint.source import weight_files
-from aegis.errors import CheckpointError
+from aegis.checkpoint.vocabulary import Vocabulary
+from aegis.errors import CheckpointError, TokenizerError
 
 MAIN = "main"
 """The revision that is meant where none is named."""
@@ -135,9 +136,10 @@ def _read_ref(path: Path) -> str:
 
 
 def _is_complete(folder: Path) -> bool:
-    if not (folder / "tokenizer.json").exists() or not (folder / "config.json").exists():
+    if not (folder / "config.json").exists():
         return False
     try:
+        Vocabulary.of(folder)
         return bool(weight_files(folder))
-    except CheckpointError:
+    except (CheckpointError, TokenizerError):
         return False

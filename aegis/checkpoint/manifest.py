@@ -28,7 +28,7 @@ from aegis.kernels.base import Format, Layout, Segment
 from aegis.kernels.sizes import FormatError
 
 FORMAT_VERSION = 2
-ROUNDING_3BIT = 2
+ROUNDING_3BIT = 3
 """Of the rule by which 3-bit experts are made: another number where it gives other bytes."""
 
 Checksums = tuple[tuple[int, ...], ...]

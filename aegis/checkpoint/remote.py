@@ -11,6 +11,7 @@ from aegis.checkpoint.hub_cache import HubName
 from aegis.checkpoint.plainfile import parse_object
 from aegis.checkpoint.safetensors import parse_header
 from aegis.checkpoint.source import Checkpoint, join
+from aegis.checkpoint.vocabulary import Vocabulary, unmade
 from aegis.errors import TokenizerError
 
 TEXT = "latin-1"
@@ -25,6 +26,7 @@ class RemoteCheckpoint(Checkpoint):
     commit: str
     sizes: Mapping[str, tuple[int, str]]
     """Bytes and hash of every file that is to be downloaded."""
+    vocabulary: Vocabulary
 
     @property
     def missing_nbytes(self) -> int:
@@ -39,8 +41,8 @@ class RemoteCheckpoint(Checkpoint):
 
     @property
     def tokenizer_nbytes(self) -> int:
-        """The size of tokenizer.json."""
-        return self.sizes["tokenizer.json"][0]
+        """The size of tokenizer.json, or of one that takes the memory of what stands for it."""
+        return self.vocabulary.nbytes(lambda file: self.sizes[file][0])
 
     @classmethod
     def described(cls, name: HubName, found: Mapping[str, Any]) -> RemoteCheckpoint:
@@ -48,17 +50,20 @@ class RemoteCheckpoint(Checkpoint):
 
         Raises:
             CheckpointError: headers are damaged, or contradict each other or the index.
-            TokenizerError: there is no tokenizer.json.
+            TokenizerError: there is no tokenizer.json, and none can be made.
         """
         sizes = {file: (int(size), str(digest)) for file, (size, digest) in found["files"].items()}
-        if "tokenizer.json" not in sizes:
+        config = ModelConfig(_object(found["config"]), f"config.json of {name}")
+        said = {} if found["tokenizer"] is None else _object(found["tokenizer"])
+        vocabulary = Vocabulary.among(sizes, said, config.model_type)
+        if vocabulary is None:
             raise TokenizerError(
-                f"{name} has no tokenizer.json; download it into a folder, have transformers write"
-                f" one (AutoTokenizer.from_pretrained({name.repo!r}).save_pretrained(FOLDER)), and"
+                f"{name} has no tokenizer.json{unmade(sizes, said)}; download it into a folder,"
+                " have transformers write one"
+                f" (AutoTokenizer.from_pretrained({name.repo!r}).save_pretrained(FOLDER)), and"
                 " give that folder"
             )
         folder = name.folder / "snapshots" / found["commit"]
-        config = ModelConfig(_object(found["config"]), f"config.json of {name}")
         index = None if found["index"] is None else _object(found["index"])
         headers = {
             file: parse_header(folder / file, sizes[file][0], header.encode(TEXT))
@@ -66,7 +71,8 @@ class RemoteCheckpoint(Checkpoint):
         }
         tensors = join(folder, index, headers)
         files = tuple(folder / file for file in headers)
-        return cls(folder, config, tensors, files, name, found["commit"], sizes)
+        commit = found["commit"]
+        return cls(folder, config, tensors, files, name, commit, sizes, vocabulary)
 
 
 def _object(text: str) -> dict[str, Any]:

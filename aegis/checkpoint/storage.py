@@ -13,6 +13,7 @@ import mmap
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -145,6 +146,35 @@ def free_nbytes(folder: Path) -> int | None:
     except OSError:
         return None
     return disk.f_bavail * disk.f_frsize if disk.f_blocks else None
+
+
+IN_MEMORY = "lies in memory"
+"""What ``scratch_folders`` says of a folder whose files take memory."""
+
+
+def scratch_folders(cache: Path, needed_nbytes: int = 0) -> Iterator[tuple[Path, str | None]]:
+    """Folders for files that last a while, the best first, each with what is against it, or None.
+
+    The one that the cache lies in or would, then those for temporary files. They have to be
+    writable, with room for ``needed_nbytes``, and on a disk.
+    """
+    folders = (nearest_folder(cache), Path(tempfile.gettempdir()), Path("/var/tmp"))
+    for folder in dict.fromkeys(folders):
+        yield folder, _against(folder, needed_nbytes)
+
+
+def _against(folder: Path, needed_nbytes: int) -> str | None:
+    if not is_writable(folder):
+        return "cannot be written"
+    free = free_nbytes(folder)
+    if free is not None and free < needed_nbytes:
+        return f"has {free >> 20} MiB free"
+    return IN_MEMORY if storage_of(folder).kind == "memory" else None
+
+
+def is_writable(folder: Path) -> bool:
+    """Whether this process may create files in a folder (a read-only mount counts too)."""
+    return os.access(folder, os.W_OK | os.X_OK)
 
 
 def file_system(place: Path, root: Path = Path("/")) -> str | None:

@@ -151,6 +151,15 @@ def generate(
     return answer
 
 
+def forced_json(sampler: Sampler) -> dict[str, Any]:
+    """What ``--forced`` adds to it: the tokens of two runs are the same anyway, this may not be."""
+    from aegis.engine.forced import ForcedSampler
+
+    if not isinstance(sampler, ForcedSampler):
+        return {}
+    return {"nll": sampler.nll, "logits_digest": sampler.logits_digest}
+
+
 def answer_json(engine: Engine, answer: Answer) -> dict[str, Any]:
     """The object that ``aegis run --json`` prints."""
     from aegis.engine.memory import peak_nbytes

@@ -35,7 +35,7 @@ def command(model: str, revision: str | None, **options: Any) -> int:
         )
     found, layout, choice = describe(name), usual_layout(options), wanted_quantization(options)
     store = hub_store(HubName(name.repo, found.commit), layout, choice)
-    source = of_checkpoint(found, layout, choice) if store is None else StoreSource(store)
+    source = of_checkpoint(found, choice) if store is None else StoreSource(store)
     made = converted(source, None, options, named=True)
     if store is not None:
         note_revision(found)

@@ -71,6 +71,7 @@ def _one_shot(request: Request, cap_nbytes: int, options: Options) -> int:
     from aegis.cli.answer import (
         answer_json,
         chosen_sampler,
+        forced_json,
         generate,
         make_sampler,
         open_engine,
@@ -87,7 +88,7 @@ def _one_shot(request: Request, cap_nbytes: int, options: Options) -> int:
         ids = prompt_ids(engine, request.prompt or SAMPLE_PROMPT, options)
         sampler = chosen_sampler(engine, options, sampler)
         answer = generate(engine, ids, options, sampler, _ignore if as_json else _show)
-        result = answer_json(engine, answer)
+        result = answer_json(engine, answer) | forced_json(sampler)
         if as_json:
             print_json(result)
         elif not answer.text.endswith("\n"):

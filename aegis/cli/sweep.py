@@ -49,6 +49,8 @@ _COPIED = (
     "wait_s",
     "peak_nbytes",
 )
+_FORCED = ("nll", "logits_digest")
+"""What a run has with --forced alone."""
 
 
 @click.command("sweep", short_help="Run one prompt at several caps and compare.")
@@ -65,7 +67,7 @@ def command(positionals: tuple[str, ...], **options: Any) -> int:
 
     Without --cap: six caps from the smallest that opens to the one that holds every expert. Each
     row runs in a process of its own, so its peak is its own. ``identical`` says that the tokens
-    are those of the first row.
+    are those of the first row, and with --forced that every bit of the logits is.
     """
     request = requested(positionals, options)
     note_fallback(options)
@@ -98,7 +100,8 @@ def sweep(request: Request, caps: tuple[int, ...] | None, options: Options) -> i
         head = {"schema_version": SCHEMA_VERSION, **named}
         print_json({**head, "rows": rows, "identical": identical})
     if not identical:
-        raise AegisError("the tokens differ between caps; this is a bug, please report it")
+        what = "logits" if options["forced"] else "tokens"
+        raise AegisError(f"the {what} differ between caps; this is a bug, please report it")
     return 0
 
 
@@ -109,7 +112,8 @@ def _rows(
     options: Options,
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any] | None]]:
     """(row, the run's own object) per cap; None where the plan does not fit."""
-    first: list[int] | None = None
+    compared = "logits_digest" if options["forced"] else "token_ids"
+    first: object = None
     for cap in caps:
         plan = plan_for(source, cap, options)
         row: dict[str, Any] = {
@@ -124,10 +128,10 @@ def _rows(
         if options["verbose"]:
             note(f"running at {format_size(cap)}")
         result = _run(source, prompt, cap, options)
-        first = result["token_ids"] if first is None else first
+        first = result[compared] if first is None else first
         row |= {"slots": plan.slots, "borrowed_slots": plan.borrowed_slots}
-        row |= {name: result[name] for name in _COPIED}
-        yield row | {"identical": result["token_ids"] == first}, result
+        row |= {name: result[name] for name in (*_COPIED, *_FORCED) if name in result}
+        yield row | {"identical": result[compared] == first}, result
 
 
 def _run(source: Source, prompt: str, cap: int, options: Options) -> dict[str, Any]:

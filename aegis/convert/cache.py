@@ -113,22 +113,29 @@ def model_stores(path: str | os.PathLike[str]) -> list[Path]:
     """Where the stores of a checkpoint lie in the cache, of each layout and quantisation, there or
     not."""
     checkpoint = Checkpoint.open(path)
-    return [place for layout in get_args(Layout) for place in _places(checkpoint, layout).values()]
+    return [place for place, _ in _places(checkpoint)]
 
 
-def _places(checkpoint: Checkpoint, layout: Layout) -> dict[QuantSpec | None, Path]:
-    """Where its stores lie, by what it was quantised to meanwhile."""
+def _places(checkpoint: Checkpoint) -> list[tuple[Path, QuantSpec | None]]:
+    """Where its stores lie, of each layout, and what it was quantised to meanwhile."""
     from aegis.convert.targets import SPECS, is_plain
 
     name, identity = model_name(checkpoint.path), identity_of(checkpoint)
     ids: dict[QuantSpec | None, str] = {None: identity}
     if is_plain(checkpoint):
         ids.update((spec, quantised_identity(identity, spec)) for spec in SPECS)
-    return {spec: cache_folder() / store_name(name, layout, ids[spec]) for spec in ids}
+    return [
+        (cache_folder() / store_name(name, layout, ids[spec]), spec)
+        for layout in get_args(Layout)
+        for spec in ids
+    ]
 
 
-def settled(checkpoint: Checkpoint, layout: Layout, choice: Choice) -> QuantSpec | None:
-    """How a checkpoint is quantised: as asked for, or else as it was last, or as is usual."""
+def settled(checkpoint: Checkpoint, choice: Choice) -> QuantSpec | None:
+    """How a checkpoint is quantised: as asked for, or else as it was last, or as is usual.
+
+    Stores of every layout count: what computes does not change what a model is.
+    """
     from aegis.convert.targets import USUAL, is_plain
 
     if choice != "auto":
@@ -136,7 +143,7 @@ def settled(checkpoint: Checkpoint, layout: Layout, choice: Choice) -> QuantSpec
     if not is_plain(checkpoint):
         return None
     made: list[tuple[float, QuantSpec | None]] = []
-    for spec, place in _places(checkpoint, layout).items():
+    for place, spec in _places(checkpoint):
         with contextlib.suppress(OSError):
             made.append(((place / MANIFEST).stat().st_mtime, spec))
     return max(made, key=lambda found: found[0])[1] if made else USUAL

@@ -13,6 +13,7 @@ from aegis.checkpoint.storage import (
     Storage,
     file_system,
     free_nbytes,
+    is_writable,
     nearest_folder,
     storage_of,
 )
@@ -61,11 +62,6 @@ def _blocked(folder: Path) -> bool:
     """Whether something that is no folder lies where it, or one of its parents, should be."""
     places = (folder.absolute(), *folder.absolute().parents)
     return any(os.path.lexists(path) and not os.path.isdir(path) for path in places)
-
-
-def is_writable(folder: Path) -> bool:
-    """Whether this process may create files in a folder (a read-only mount counts too)."""
-    return os.access(folder, os.W_OK | os.X_OK)
 
 
 def _count_stores(folder: Path) -> int:

@@ -27,8 +27,7 @@ from numpy.typing import NDArray
 
 from aegis.checkpoint.fileio import aligned_buffer
 from aegis.checkpoint.pagecache import drop_pages, expect_random_reads
-from aegis.checkpoint.storage import nearest_folder, storage_of
-from aegis.doctor.cache import is_writable
+from aegis.checkpoint.storage import IN_MEMORY, scratch_folders, storage_of
 from aegis.doctor.huge_pages import arena_nbytes_for
 from aegis.settings import DEFAULT_IO_THREADS
 from aegis.tiers.arena import HUGE_NBYTES, Arena
@@ -98,16 +97,13 @@ def measure_disk(cache: Path, records: Sequence[int], free_memory_nbytes: int | 
 def _folder_for(cache: Path) -> Path | str:
     """The cache's folder, else that of temporary files; or why neither will do."""
     reasons = []
-    for folder in (nearest_folder(cache), Path(tempfile.gettempdir())):
-        if not is_writable(folder):
-            reasons.append(f"{folder} cannot be written")
-        elif storage_of(folder).kind == "memory":
-            reasons.append(f"{folder} lies in memory")
-        else:
+    for folder, reason in scratch_folders(cache):
+        if reason is None:
             return folder
-        if not reasons[0].endswith("written"):
+        reasons.append(f"{folder} {reason}")
+        if len(reasons) == 1 and reason == IN_MEMORY:
             break  # What lies elsewhere says nothing about a cache that is in memory.
-    return " and ".join(dict.fromkeys(reasons))
+    return " and ".join(reasons)
 
 
 def _room(folder: Path) -> int:

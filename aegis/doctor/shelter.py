@@ -7,13 +7,11 @@ import fcntl
 import os
 import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from aegis.checkpoint.storage import free_nbytes, nearest_folder, storage_of
+from aegis.checkpoint.storage import IN_MEMORY, scratch_folders
 from aegis.child import deferred_signals
-from aegis.doctor.cache import is_writable
 from aegis.errors import AegisError
 
 _PREFIX = ".aegis-doctor-"
@@ -45,19 +43,15 @@ def temporary_folder(cache: Path, needed_nbytes: int) -> Iterator[Path]:
 
 def _place(cache: Path, needed_nbytes: int) -> Path:
     """On a disk rather than in memory, and beside the cache rather than elsewhere."""
-    folders = dict.fromkeys((nearest_folder(cache), Path(tempfile.gettempdir())))
-    fit = [
-        folder
-        for folder in folders
-        if is_writable(folder) and (free_nbytes(folder) or 0) >= needed_nbytes
-    ]
-    if not fit:
-        names = " and ".join(map(str, folders))
-        raise AegisError(
-            f"{names} cannot be written or have less than {-(-needed_nbytes >> 20)} MiB free, which"
-            " the embedded model's store takes; set AEGIS_CACHE or TMPDIR to another folder"
-        )
-    return min(fit, key=lambda folder: storage_of(folder).kind == "memory")
+    found = dict(scratch_folders(cache, needed_nbytes))
+    for reason in (None, IN_MEMORY):
+        if (folder := next((f for f, r in found.items() if r == reason), None)) is not None:
+            return folder
+    against = ", ".join(f"{folder} {reason}" for folder, reason in found.items())
+    raise AegisError(
+        f"the embedded model's store takes {-(-needed_nbytes >> 20)} MiB: {against}; set"
+        " AEGIS_CACHE or TMPDIR to another folder"
+    )
 
 
 def _remove_leftovers(parent: Path) -> None:

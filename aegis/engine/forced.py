@@ -7,12 +7,16 @@ often as the first), and each place is drawn anew.
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from aegis.engine.comparison import log_sum
 from aegis.engine.sampling import Sampler
+from aegis.errors import LogitsError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -44,11 +48,23 @@ def _coprime(wanted: int, count: int) -> int:
 
 
 class ForcedSampler(Sampler):
-    """Takes every token from the seeded stream; logits are computed and not looked at."""
+    """Takes every token from the seeded stream, whatever the logits are, and sums those up."""
 
     def __init__(self, seed: int, vocab_size: int) -> None:
         super().__init__(seed=seed)
         self._tokens = token_stream(seed, vocab_size)
+        self._digest = hashlib.blake2b(digest_size=16)
+        self._nll, self._count = 0.0, 0
+
+    @property
+    def nll(self) -> float | None:
+        """The mean negative log likelihood of the tokens, nats; None before the first."""
+        return self._nll / self._count if self._count else None
+
+    @property
+    def logits_digest(self) -> str:
+        """BLAKE2b in hex over all logits, little-endian float32: equal where every bit was."""
+        return self._digest.hexdigest()
 
     @property
     def is_greedy(self) -> bool:
@@ -56,6 +72,20 @@ class ForcedSampler(Sampler):
         return False
 
     def sample(self, logits: NDArray[np.float32], history: Sequence[int] = ()) -> int:
-        """The stream's next token."""
-        del logits, history
-        return next(self._tokens)
+        """The stream's next token.
+
+        Raises:
+            LogitsError: logits are no numbers.
+        """
+        del history
+        token = next(self._tokens)
+        nll = log_sum(logits) - float(logits[token])
+        if not math.isfinite(nll):
+            raise LogitsError(
+                f"the model's logits give token {token} a likelihood of {nll}; run `aegis verify`"
+                " on the store"
+            )
+        self._digest.update(np.ascontiguousarray(logits, "<f4").data)
+        self._nll += nll
+        self._count += 1
+        return token

@@ -6,7 +6,6 @@ happens, and neither writing nor reading leaves pages in the page cache.
 
 from __future__ import annotations
 
-import os
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from aegis.checkpoint.fileio import ALIGN, UncachedReader, UncachedWriter, aligned_buffer
-from aegis.checkpoint.storage import nearest_folder, storage_of
+from aegis.checkpoint.storage import scratch_folders
 from aegis.convert.build import disk_errors
 from aegis.errors import StoreError
 from aegis.kernels.sizes import align_up
@@ -93,10 +92,8 @@ def disk_folder(cache: Path, needed_nbytes: int) -> Path:
         StoreError: each of them is in memory, full, or cannot be written.
     """
     reasons = []
-    for folder in dict.fromkeys(
-        (nearest_folder(cache), Path(tempfile.gettempdir()), Path("/var/tmp"))
-    ):
-        if (reason := _why_not(folder, needed_nbytes)) is None:
+    for folder, reason in scratch_folders(cache, needed_nbytes):
+        if reason is None:
             return folder
         reasons.append(f"{folder} {reason}")
     raise StoreError(
@@ -104,13 +101,3 @@ def disk_folder(cache: Path, needed_nbytes: int) -> Path:
         f" {', '.join(reasons)}; set AEGIS_CACHE to a folder on a disk with room, or evaluate fewer"
         " tokens"
     )
-
-
-def _why_not(folder: Path, needed_nbytes: int) -> str | None:
-    if not os.access(folder, os.W_OK | os.X_OK):
-        return "cannot be written"
-    if storage_of(folder).kind == "memory":
-        return "lies in memory"
-    disk = os.statvfs(folder)
-    free = disk.f_bavail * disk.f_frsize
-    return f"has {free >> 20} MiB free" if disk.f_blocks and free < needed_nbytes else None

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
-from aegis.checkpoint.config import tokenizer_nbytes
 from aegis.checkpoint.hub_cache import HubName
 from aegis.checkpoint.remote import RemoteCheckpoint
 from aegis.checkpoint.source import Checkpoint
 from aegis.checkpoint.store import Store, is_store
+from aegis.checkpoint.vocabulary import tokenizer_nbytes
 from aegis.convert.cache import (
     STORE_NAME,
     cache_folder,
@@ -340,15 +340,15 @@ def find_source(
     if isinstance(named, Recipe):
         return _random(named, layout, experts, choice, stored)
     if not is_store(named):
-        return of_checkpoint(Checkpoint.open(named), layout, choice)
+        return of_checkpoint(Checkpoint.open(named), choice)
     if choice not in (None, "auto") and not is_quantised_so(Store.open(named), choice):
         raise UsageError(f"{named} is a store already, which --bits cannot change; leave it out")
     return StoreSource(named)
 
 
-def of_checkpoint(checkpoint: Checkpoint, layout: Layout, choice: Choice) -> CheckpointSource:
+def of_checkpoint(checkpoint: Checkpoint, choice: Choice) -> CheckpointSource:
     """A checkpoint, and how it is quantised."""
-    return CheckpointSource(checkpoint, settled(checkpoint, layout, choice), choice != "auto")
+    return CheckpointSource(checkpoint, settled(checkpoint, choice), choice != "auto")
 
 
 def _random(
@@ -369,7 +369,7 @@ def _here(name: HubName, layout: Layout, choice: Choice, stored: bool) -> Source
     if stored and (store := hub_store(name, layout, choice)) is not None:
         return StoreSource(store)
     folder = name.snapshot()
-    return None if folder is None else of_checkpoint(Checkpoint.open(folder), layout, choice)
+    return None if folder is None else of_checkpoint(Checkpoint.open(folder), choice)
 
 
 def _asked(name: HubName, layout: Layout, choice: Choice, stored: bool) -> Source:
@@ -378,4 +378,4 @@ def _asked(name: HubName, layout: Layout, choice: Choice, stored: bool) -> Sourc
 
     found = describe(name)
     here = _here(HubName(name.repo, found.commit), layout, choice, stored)
-    return here or of_checkpoint(found, layout, choice)
+    return here or of_checkpoint(found, choice)

@@ -23,6 +23,7 @@ from aegis.checkpoint.plainfile import MAX_JSON_NBYTES, FileDamageError, parse_o
 from aegis.checkpoint.remote import TEXT
 from aegis.checkpoint.safetensors import MAX_HEADER_NBYTES, header_nbytes
 from aegis.checkpoint.source import INDEX, shard_names
+from aegis.checkpoint.vocabulary import TOKENIZER_CONFIG, TOKENIZER_JSON
 from aegis.child import die_with_parent
 from aegis.errors import AegisError, CheckpointError, HubError
 from aegis.models import family
@@ -65,6 +66,10 @@ def describe(name: HubName) -> dict[str, Any]:
     family(known.model_type).shape(known)
     index = _read_json(repository, files, INDEX) if INDEX in files else None
     content = None if index is None else _object(name, INDEX, index)
+    tokenizer = None
+    if TOKENIZER_JSON not in files and TOKENIZER_CONFIG in files:  # Says what it is made from.
+        tokenizer = _read_json(repository, files, TOKENIZER_CONFIG)
+        _object(name, TOKENIZER_CONFIG, tokenizer)
     shards = shard_names(Path(name.repo), content, files)
     with ThreadPoolExecutor(CONNECTIONS) as pool:
         headers = pool.map(lambda shard: _read_header(repository, shard, files[shard][0]), shards)
@@ -75,6 +80,7 @@ def describe(name: HubName) -> dict[str, Any]:
         "files": kept,
         "config": _text(config),
         "index": None if index is None else _text(index),
+        "tokenizer": None if tokenizer is None else _text(tokenizer),
         "headers": found,
     }
 

@@ -10,6 +10,8 @@ import json
 from collections.abc import Iterator
 from itertools import chain, islice, product
 
+from aegis.checkpoint.vocabulary import byte_letters
+
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _LETTERS = "etaoinshrdlcumwfgypbvkjxqz"
 _STRIDE = 7919
@@ -32,7 +34,7 @@ def control_ids(vocab_size: int) -> dict[str, int]:
 def tokenizer_json(vocab_size: int) -> Iterator[bytes]:
     """tokenizer.json with ``vocab_size`` tokens in all, in pieces."""
     words = max(vocab_size - len(CONTROL), 0)
-    alphabet = _alphabet()[:words]
+    alphabet = sorted(byte_letters())[:words]
     head = {
         "version": "1.0",
         "truncation": None,
@@ -85,13 +87,6 @@ _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False,
 def _added(name: str, token_id: int) -> dict[str, object]:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {"id": token_id, "content": name, **flags, "special": True}
-
-
-def _alphabet() -> list[str]:
-    """The character that stands for each byte: itself if it prints, else one further on."""
-    prints = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in prints]
-    return [chr(byte) for byte in prints] + [chr(256 + i) for i in range(len(others))]
 
 
 _BLANK = "\u0120"

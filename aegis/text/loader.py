@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aegis.checkpoint.config import tokenizer_nbytes
 from aegis.checkpoint.plainfile import FileDamageError, read_regular
+from aegis.checkpoint.vocabulary import vocabulary_nbytes
 from aegis.errors import TokenizerError
 from aegis.text import library
 
@@ -52,32 +52,42 @@ _LINES_AT_ONCE = 4096
 _PROBE = "Two words, \n é 🎉 12"
 
 
-class _OtherPathError(Exception):
+class OtherPathError(Exception):
     """The file does not fit the low-memory scheme; the library's own reader takes it."""
 
 
 def load(path: Path) -> tokenizers.Tokenizer:
     """Load tokenizer.json; TokenizerError where it is missing or damaged."""
-    try:
-        data = read_regular(path, tokenizer_nbytes(path.parent))
-    except (FileNotFoundError, FileDamageError) as error:
-        raise TokenizerError(f"{path} {error}; download it again") from error
-    with (
-        library.quiet(),
-        library.failures_say(f"{path} is not a tokenizer that can be read", "download it again"),
-    ):
+    data = read(path)
+    with readable(path):
         try:
             with tempfile.TemporaryDirectory(prefix="aegis-") as folder:
                 head = _split(data, Path(folder))
                 del data
-                tokenizer = _assemble(head, Path(folder))
-        except (_OtherPathError, OSError):
+                tokenizer = assemble(head, Path(folder))
+        except (OtherPathError, OSError):
             tokenizer = _load_whole(path)
-        _probe(path, tokenizer)
+        probe(path, tokenizer)
         return tokenizer
 
 
-def _probe(path: Path, tokenizer: tokenizers.Tokenizer) -> None:
+def read(path: Path) -> bytes:
+    """All of a file of a vocabulary; TokenizerError where it is missing or cannot be one."""
+    try:
+        return read_regular(path, vocabulary_nbytes(path))
+    except (FileNotFoundError, FileDamageError) as error:
+        raise TokenizerError(f"{path} {error}; download it again") from error
+
+
+@contextlib.contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Make a TokenizerError of what the library raises; it prints nothing."""
+    what = f"{path} is not a tokenizer that can be read"
+    with library.quiet(), library.failures_say(what, "download it again"):
+        yield
+
+
+def probe(path: Path, tokenizer: tokenizers.Tokenizer) -> None:
     """Encode and decode a little: some damage shows only then."""
     if not tokenizer.get_vocab_size():
         raise TokenizerError(f"{path} has no tokens; download it again")
@@ -101,7 +111,7 @@ def _split(data: bytes, folder: Path) -> dict[str, Any]:
     vocab = _VOCAB.search(data, model.end()) if model else None
     merges = _MERGES.search(data, vocab.end()) if vocab else None
     if vocab is None or merges is None:
-        raise _OtherPathError
+        raise OtherPathError
     before, between = data[: vocab.start(1)], data[vocab.end(1) : merges.start(1)]
     rest = b"".join((before, b"{}", between, b"[]", data[merges.end(1) :]))
     head = _parse(rest)
@@ -120,9 +130,9 @@ def _parse(rest: bytes) -> dict[str, Any]:
         known = model["type"] == "BPE" and set(model) <= {"type", "vocab", "merges", *_OPTIONS}
         emptied = model["vocab"] == {} and model["merges"] == []
     except (ValueError, LookupError, TypeError) as error:
-        raise _OtherPathError from error
+        raise OtherPathError from error
     if not (known and emptied):
-        raise _OtherPathError
+        raise OtherPathError
     return dict(head)
 
 
@@ -134,7 +144,7 @@ def _merge_lines(data: bytes, start: int, end: int) -> Iterator[bytes]:
         parts = found.groups() if paired else (found.group(),)
         line = b" ".join(map(_plain, parts))
         if line.count(b" ") != 1 or b"\n" in line or b"\r" in line or line.startswith(b"#version"):
-            raise _OtherPathError
+            raise OtherPathError
         batch.append(line)
         if len(batch) == _LINES_AT_ONCE:
             yield b"\n".join(batch) + b"\n"
@@ -148,8 +158,11 @@ def _plain(quoted: bytes) -> bytes:
     return str(json.loads(quoted)).encode()
 
 
-def _assemble(head: dict[str, Any], folder: Path) -> tokenizers.Tokenizer:
-    """Build the tokenizer as the library's reader would: model first, then the added tokens."""
+def assemble(head: dict[str, Any], folder: Path) -> tokenizers.Tokenizer:
+    """Build the tokenizer as the library's reader would: model first, then the added tokens.
+
+    head: a tokenizer.json without tokens; folder has them in vocab.json and merges.txt.
+    """
     from tokenizers import AddedToken, Tokenizer
     from tokenizers.models import BPE
 
@@ -172,7 +185,7 @@ def _assemble(head: dict[str, Any], folder: Path) -> tokenizers.Tokenizer:
     except BaseException as error:
         if not library.is_failure(error):
             raise
-        raise _OtherPathError from error  # its own reader has the say
+        raise OtherPathError from error  # its own reader has the say
     if moved:
-        raise _OtherPathError
+        raise OtherPathError
     return tokenizer

@@ -3,7 +3,8 @@
 As transformers 5 reads them: added_tokens_decoder in tokenizer_config.json has the last word on
 the flags of the tokens it lists. Where there is none the older files count too:
 special_tokens_map.json names tokens (over tokenizer_config.json) and added_tokens.json adds some.
-Whether a BOS is put before a text is for tokenizer.json alone to say (add_bos_token is not read).
+Whether a BOS is put before a text is for tokenizer.json to say; where there is none, add_bos_token
+is read.
 """
 
 from __future__ import annotations

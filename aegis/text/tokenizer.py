@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aegis import heap
+from aegis.checkpoint.vocabulary import Vocabulary
 from aegis.errors import TokenizerError, UsageError, shown
-from aegis.text import library, loader
+from aegis.text import library, loader, made
 from aegis.text.chat_template import ChatTemplate, ChatTemplates, Message, plain
 from aegis.text.control import ControlTokens
 from aegis.text.token_files import TokenFiles, eos_ids, read_json, vocab_size
@@ -76,13 +77,17 @@ class Tokenizer:
         model_config = read_json(folder / "config.json")
         templates = ChatTemplates.find(folder, files.config, chat_template)
         ends = eos_ids(model_config) | eos_ids(read_json(folder / "generation_config.json"))
-        backend = loader.load(folder / "tokenizer.json")
         rows = vocab_size(model_config)
+        vocabulary = Vocabulary.of(folder)
+        path = folder / vocabulary.files[0]
+        if vocabulary.rule == "tokenizers":
+            backend = loader.load(path)
+        else:
+            backend = made.load(folder, vocabulary, files, rows)
         own = backend.get_vocab_size(with_added_tokens=False)
         if rows is not None and own > rows:
             raise TokenizerError(
-                f"{folder / 'tokenizer.json'} has {own} tokens, but the model only {rows}: it is of"
-                " another model"
+                f"{path} has {own} tokens, but the model only {rows}: it is of another model"
             )
         with library.failures_say(
             f"{folder} declares tokens that cannot be added", "see its files"

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from aegis.checkpoint.config import ModelConfig, QuantSpec, load_config, tokenizer_nbytes
+from aegis.checkpoint.config import ModelConfig, QuantSpec, load_config
+from aegis.checkpoint.vocabulary import tokenizer_nbytes
 from aegis.errors import CheckpointError, TokenizerError
 
 

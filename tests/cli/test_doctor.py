@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 from mlx_tools import ON_GPU, PLENTY
 
+from aegis.checkpoint import storage
 from aegis.checkpoint.storage import DIRECT, Storage
 from aegis.doctor import selftest as selftests
-from aegis.doctor import shelter
 from aegis.doctor.compare import LOGITS_WITHIN, check
 from aegis.doctor.goldens import GOLDENS, Golden, load_goldens
 from aegis.doctor.processor import native_isas
@@ -456,16 +456,16 @@ def test_a_disk_is_preferred_to_memory_and_a_writable_folder_to_the_cache(
 ) -> None:
     (cache := tmp_path / "cache").mkdir()
     (other := tmp_path / "tmp").mkdir()
-    monkeypatch.setattr(shelter.tempfile, "gettempdir", lambda: str(other))
-    monkeypatch.setattr(shelter, "storage_of", lambda folder: DIRECT)
+    monkeypatch.setattr(storage.tempfile, "gettempdir", lambda: str(other))
+    monkeypatch.setattr(storage, "storage_of", lambda folder: DIRECT)
     with temporary_folder(cache, MIB) as folder:
         assert folder.parent == cache
     monkeypatch.setattr(
-        shelter, "storage_of", lambda folder: Storage("memory") if folder == cache else DIRECT
+        storage, "storage_of", lambda folder: Storage("memory") if folder == cache else DIRECT
     )
     with temporary_folder(cache, MIB) as folder:
         assert folder.parent == other
-    monkeypatch.setattr(shelter, "is_writable", lambda folder: folder == cache)
+    monkeypatch.setattr(storage, "is_writable", lambda folder: folder == cache)
     with temporary_folder(cache, MIB) as folder:
         assert folder.parent == cache
     with pytest.raises(AegisError, match="AEGIS_CACHE"), temporary_folder(cache, 1 << 60):

@@ -277,7 +277,7 @@ def test_a_file_is_never_larger_than_what_it_may_be(
 def test_a_cache_in_memory_is_not_measured_and_not_filled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk, "storage_of", lambda _: Storage("memory"))
+    monkeypatch.setattr(storage, "storage_of", lambda _: Storage("memory"))
     found = measure_disk(tmp_path, RECORDS, None)
     assert found.skipped == f"{tmp_path} lies in memory"
     assert found.speeds == ()
@@ -289,12 +289,14 @@ def test_with_a_read_only_cache_the_disk_of_temporary_files_is_measured(
 ) -> None:
     (cache := tmp_path / "cache").mkdir()
     (other := tmp_path / "tmp").mkdir()
-    monkeypatch.setattr(disk.tempfile, "gettempdir", lambda: str(other))
-    monkeypatch.setattr(disk, "is_writable", lambda folder: folder != cache)
+    monkeypatch.setattr(storage.tempfile, "gettempdir", lambda: str(other))
+    monkeypatch.setattr(storage, "is_writable", lambda folder: folder != cache)
     assert_measured(measure_disk(cache, RECORDS, None), other)
-    monkeypatch.setattr(disk, "is_writable", lambda _: False)
+    monkeypatch.setattr(storage, "is_writable", lambda _: False)
     found = measure_disk(cache, RECORDS, None)
-    assert found.skipped == f"{cache} cannot be written and {other} cannot be written"
+    assert found.skipped == " and ".join(
+        f"{folder} cannot be written" for folder in (cache, other, "/var/tmp")
+    )
 
 
 @pytest.mark.usefixtures("small_test")

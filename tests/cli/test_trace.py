@@ -52,9 +52,18 @@ def test_a_synthetic_model_is_planned_written_run_swept_and_verified(
     assert aegis("convert", shape).stdout == f"{store}\n"
     assert "all as written" in aegis("verify", shape).stdout
     lows = json.loads(aegis("plan", shape, "-c", "64", "--json").stdout)["min_cap_nbytes"]
-    swept = aegis("sweep", shape, "--forced", "-n", "9", "--json", "-c", "64", "--cap", f"{lows}B")
+    # More slots than are wanted are not planned, so a few KiB make the difference.
+    caps = f"{lows}B..{lows + (1 << 20)}B:512KiB"
+    arguments = ("sweep", shape, "hello", "--forced", "-n", "9", "--json", "-c", "64")
+    swept = aegis(*arguments, "--cap", caps)
     assert swept.returncode == 0, swept.stderr
-    assert json.loads(swept.stdout)["identical"]
+    found = json.loads(swept.stdout)
+    assert found["identical"]
+    assert len({row["slots"] for row in found["rows"]}) > 1
+    evidence = {(row["nll"], row["logits_digest"]) for row in found["rows"]}
+    assert evidence == {(result["nll"], result["logits_digest"])}
+    other = json.loads(aegis(*arguments, "--cap", f"{lows}B", "--seed", "1").stdout)["rows"][0]
+    assert other["logits_digest"] != result["logits_digest"]
     elsewhere = tmp_path / "store"
     assert aegis("convert", f"{shape}@3", str(elsewhere)).returncode == 0
     assert aegis("convert", f"{shape}@3", str(elsewhere), "--experts", "3bit").returncode == 0

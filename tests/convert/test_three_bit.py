@@ -12,6 +12,7 @@ from damages import manifest
 from stores import expert_values, flip_bit
 from strategies import write_checkpoint
 
+from aegis.checkpoint.manifest import ROUNDING_3BIT
 from aegis.checkpoint.source import Checkpoint
 from aegis.checkpoint.store import Store
 from aegis.convert import three_bit
@@ -62,7 +63,7 @@ def test_requantised_values_stay_within_half_an_old_step(source: Path, tmp_path:
         assert (error <= step / 2).all()
 
 
-@pytest.mark.parametrize("rounding", [None, 1, 3])
+@pytest.mark.parametrize("rounding", [None, ROUNDING_3BIT - 1, ROUNDING_3BIT + 1])
 def test_experts_that_another_rule_made_are_not_used_and_made_again(
     source: Path, tmp_path: Path, rounding: int | None
 ) -> None:

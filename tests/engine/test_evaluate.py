@@ -19,11 +19,11 @@ from small_model import SMALL, needs_native
 from strategies import write_choices
 
 from aegis import Engine
+from aegis.checkpoint import storage
 from aegis.checkpoint.storage import Storage
 from aegis.checkpoint.store import Store
 from aegis.convert.cache import embedded_path
 from aegis.convert.convert import convert
-from aegis.engine import logits_file
 from aegis.engine.comparison import Comparison, log_sum, windows
 from aegis.engine.evaluate import compare, likelihood
 from aegis.engine.logits_file import LogitsFile, disk_folder, logits_nbytes
@@ -170,7 +170,7 @@ def test_logits_are_not_kept_where_they_would_take_memory_or_have_no_room(
     assert disk_folder(tmp_path / "not there yet", 1) == tmp_path
     with pytest.raises(StoreError, match=r"MiB free.* evaluate fewer tokens"):
         disk_folder(tmp_path, 1 << 60)
-    monkeypatch.setattr(logits_file, "storage_of", lambda folder: Storage("memory"))
+    monkeypatch.setattr(storage, "storage_of", lambda folder: Storage("memory"))
     with pytest.raises(StoreError, match=r"lies in memory.* set AEGIS_CACHE"):
         disk_folder(tmp_path, 1)
 

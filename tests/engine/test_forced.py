@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from itertools import islice
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from aegis.engine.forced import ForcedSampler, token_stream
+from aegis.errors import LogitsError
 
 
 @given(st.integers(0, 2**40), st.integers(1, 3000))
@@ -38,6 +41,30 @@ def test_the_sampler_takes_the_stream_whatever_the_logits_say() -> None:
     assert not sampler.is_greedy
     found = [sampler.sample(np.zeros(512, np.float32), []) for _ in range(70)]
     assert found == list(islice(token_stream(5, 512), 70))
+
+
+def test_what_it_saw_is_summed_up_bit_by_bit() -> None:
+    logits = np.random.default_rng(0).normal(size=(3, 9000)).astype(np.float32)
+    samplers = [ForcedSampler(2, 9000) for _ in range(3)]
+    assert samplers[0].nll is None
+    taken = [samplers[0].sample(row) for row in logits]
+    exact = np.log(np.exp(logits.astype(np.float64)).sum(axis=1))
+    exact -= logits[np.arange(3), taken]
+    assert samplers[0].nll == pytest.approx(exact.mean(), rel=1e-8)
+    assert samplers[0].logits_digest == hashlib.blake2b(logits, digest_size=16).hexdigest()
+    changed = logits.copy()
+    changed[1, 5] = np.nextafter(changed[1, 5], np.float32(9))
+    for before, after in zip(logits[:2], changed, strict=False):
+        samplers[1].sample(before)
+        samplers[2].sample(after)
+    digests = {sampler.logits_digest for sampler in samplers}
+    assert len(digests) == 3
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_logits_that_are_no_numbers_are_refused(value: float) -> None:
+    with pytest.raises(LogitsError, match="likelihood of nan; run `aegis verify`"):
+        ForcedSampler(0, 512).sample(np.full(512, value, np.float32))
 
 
 EXPECTED = [239241, 183853, 93374, 136132, 239578, 65039, 188176, 54176]

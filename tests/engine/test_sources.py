@@ -132,6 +132,20 @@ def test_a_plain_checkpoint_becomes_4_bits_unless_something_else_is_asked_for(
     assert {usual, eight, kept} < set(model_stores(plain))
 
 
+def test_how_it_was_made_last_is_how_it_is_made_for_other_kernels(plain: Path) -> None:
+    ensure_store(plain, "il16", quantize=QuantSpec(8, 32))
+    for layout in ("row", "il16"):
+        source = find_source(plain, layout)
+        assert isinstance(source, CheckpointSource)
+        assert source.quantize == QuantSpec(8, 32)
+    made = ensure_store(plain, "row", quantize=USUAL)
+    os.utime(made.path / "store.json", (2e9, 2e9))
+    for layout in ("row", "il16"):
+        source = find_source(plain, layout)
+        assert isinstance(source, CheckpointSource)
+        assert source.quantize == USUAL
+
+
 def test_what_was_converted_before_it_was_changed_is_older(plain: Path) -> None:
     first = ensure_store(plain, quantize=USUAL)
     config = plain / "config.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,9 +13,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from strategies import write_checkpoint
 from text_kinds import KINDS, write_folder
 
 from aegis import Engine, generate, stream_generate
+from aegis.convert.convert import convert
 from aegis.engine.generate import TextStep, stream, stream_text
 from aegis.engine.sampling import Sampler
 from aegis.engine.token_ids import token_array
@@ -22,6 +25,7 @@ from aegis.errors import LogitsError, UsageError
 from aegis.text.tokenizer import Tokenizer
 
 CONTEXT = 32
+GOLDENS = Path(__file__).parent.parent / "goldens"
 
 
 class Scripted:
@@ -284,3 +288,30 @@ def test_long_prompts_of_few_tokens_find_room_or_are_refused(
     real.refuse_far_too_long([prose])
     monkeypatch.undo()
     assert isinstance(generate(real, real.tokenizer, blanks, max_tokens=1), str)
+
+
+@pytest.mark.parametrize("rule", ["kimi", "qwen2"])
+def test_a_model_without_tokenizer_json_speaks_from_its_store_alone(
+    tmp_path: Path, rule: str
+) -> None:
+    golden = json.loads((GOLDENS / "text/vocabularies.json").read_text(encoding="utf-8"))[rule]
+    folder = write_checkpoint(tmp_path / "model", vocab_size=1616)
+    (folder / "tokenizer.json").unlink()
+    if rule == "kimi":
+        (folder / "tiktoken.model").write_text("\n".join(golden["tiktoken.model"]))
+        named = {place: {"content": name} for place, name in golden["named"].items()}
+        auto_map = {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}
+        config = {"auto_map": auto_map, "added_tokens_decoder": named}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    else:
+        for name in ("vocab.json", "merges.txt", "tokenizer_config.json"):
+            (folder / name).write_text(golden["files"][name], encoding="utf-8")
+    store = convert(folder, tmp_path / "store").path
+    runtimes = []
+    for place in (folder, store):
+        opened = Engine.open(place, cap="300MiB", context=64, backend="reference")
+        with opened as engine:
+            runtimes.append(dict(engine.plan.items)["runtime"])
+            case = golden["cases"][1]
+            assert engine.tokenizer.encode(case["text"]) == case["ids"]
+    assert runtimes[0] == runtimes[1]

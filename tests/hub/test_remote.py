@@ -107,6 +107,27 @@ def test_what_is_no_model_of_ours_is_refused_before_any_weights(
         assert set(here.sent) <= {"", "config.json"}
 
 
+def test_what_tokenizer_json_is_made_from_stands_for_it(here: FakeHub) -> None:
+    files = here.repos[REPO].files
+    del files["tokenizer.json"]
+    config = {"auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}}
+    files |= {"tiktoken.model": bytes(1000), "tokenizer_config.json": json.dumps(config).encode()}
+    files["tokenization_kimi.py"] = b"raise AssertionError"
+    found = remote.RemoteCheckpoint.described(NAME, described_here(NAME))
+    assert found.tokenizer_nbytes == 5000
+    assert set(found.sizes) == {*NAMES, "tiktoken.model"} - {"tokenizer.json"}
+    files["tokenizer_config.json"] = b"{"
+    with pytest.raises(
+        CheckpointError, match=r"tokenizer_config.json of org/tiny-moe is not valid"
+    ):
+        described_here(NAME)
+    files["tokenizer_config.json"] = b"{}"
+    match = r"has no tokenizer.json \(aegis makes it from tiktoken.model for .* names none\); down"
+    with pytest.raises(TokenizerError, match=match):
+        remote.RemoteCheckpoint.described(NAME, described_here(NAME))
+    assert "tiktoken.model" not in here.sent
+
+
 def test_errors_of_the_worker_are_raised_here_with_their_type(hub: FakeHub) -> None:
     hub.repos[REPO].files["config.json"] = b'{"model_type": "bert"}'
     with pytest.raises(CheckpointError, match="'bert' is not supported"):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from aegis.checkpoint.vocabulary import tokenizer_nbytes
 from aegis.errors import TokenizerError
 from aegis.text import loader
 
@@ -82,6 +83,8 @@ def test_truncation_and_padding_saved_in_the_file_are_off(
 
 def test_a_missing_file_is_named_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"tokenizer\.json is missing; .* copy or download"):
+        tokenizer_nbytes(tmp_path)
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json is missing; copy or download"):
         loader.load(tmp_path / "tokenizer.json")
 
 
@@ -91,7 +94,7 @@ def test_other_vocabularies_are_named_with_a_way_to_a_tokenizer_json(
 ) -> None:
     (tmp_path / other).touch()
     with pytest.raises(TokenizerError, match=rf"write it from {other} with transformers: Auto"):
-        loader.load(tmp_path / "tokenizer.json")
+        tokenizer_nbytes(tmp_path)
 
 
 @pytest.mark.parametrize("keep", [0, 100, 3000, -20])
