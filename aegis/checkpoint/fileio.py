@@ -144,7 +144,7 @@ class UncachedReader:
 class UncachedWriter:
     """Writes a new file from start to end through an aligned buffer.
 
-    What is written must add up to a multiple of 4096 bytes before ``close``.
+    What does not add up to a multiple of 4096 bytes ends through the page cache.
     """
 
     def __init__(self, path: Path, buffer_nbytes: int = PIECE_NBYTES) -> None:

@@ -96,4 +96,6 @@ class TensorMap:
     """Stripped from checkpoint names, each once, in this order."""
     ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
     """Patterns of names, without prefix, that a checkpoint may hold and nobody needs."""
+    vision: tuple[str, ...] = ()
+    """Patterns of names, without prefix, of what looks at pictures: a store keeps it as it is."""
     quantize: QuantizeRules = QuantizeRules()

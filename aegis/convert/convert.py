@@ -27,7 +27,15 @@ from aegis.checkpoint.hub_cache import Origin, revisions_at
 from aegis.checkpoint.layout import ExpertGeometry, StoreLayout
 from aegis.checkpoint.manifest import Checksums, Manifest, encode
 from aegis.checkpoint.source import Checkpoint
-from aegis.checkpoint.store import EXPERT_FOLDERS, MANIFEST, RESIDENT, Store, expert_file, is_store
+from aegis.checkpoint.store import (
+    EXPERT_FOLDERS,
+    MANIFEST,
+    RESIDENT,
+    VISION,
+    Store,
+    expert_file,
+    is_store,
+)
 from aegis.convert.build import (
     ELSEWHERE,
     check_space,
@@ -45,6 +53,7 @@ from aegis.convert.source_data import Streams, packed
 from aegis.convert.targets import in_3bit
 from aegis.convert.three_bit import write_3bit
 from aegis.convert.verify import verify
+from aegis.convert.vision import write_vision
 from aegis.errors import CheckpointError, StoreError
 from aegis.kernels.base import Layout
 from aegis.kernels.sizes import RECORD_ALIGN, RESIDENT_ALIGN
@@ -217,8 +226,7 @@ class _Job:
         self._quantize, self._experts3bit = quantize, experts3bit
         self._progress, self._piece_nbytes = progress, piece_nbytes
         self._done = 0
-        kinds = plan.experts_nbytes() + (plan.experts_nbytes("3bit") if experts3bit else 0)
-        self.total_nbytes = plan.resident_file_nbytes + kinds
+        self.total_nbytes = plan.nbytes(experts3bit)
         self._copied = {
             name: path
             for name in COPIED_FILES
@@ -246,6 +254,7 @@ class _Job:
         with Streams(self._piece_nbytes) as streams:
             resident = self._resident(folder / RESIDENT, streams, journal)
             experts = self._experts(folder, streams, journal)
+            vision = self._vision(folder / VISION, streams, journal)
         path = self._checkpoint.path
         source: dict[str, Any] = {"name": model_name(path), "identity": identity}
         if (origin := Origin.of(path)) is not None:
@@ -258,7 +267,9 @@ class _Job:
             raise CheckpointError(
                 f"{self._checkpoint.path} was changed while it was converted; convert it again"
             )
-        manifest = Manifest(self.plan, resident, experts, files=files, source=source)
+        manifest = Manifest(
+            self.plan, resident, experts, files=files, vision_crc32=vision, source=source
+        )
         write_file(folder / MANIFEST, encode(manifest))
         if self._experts3bit:
             self.write_3bit(Store.open(folder))
@@ -308,6 +319,18 @@ class _Job:
                 journal.note(path, found)
             layers.append(found)
         return tuple(layers)
+
+    def _vision(self, path: Path, streams: Streams, journal: Journal) -> int:
+        nbytes = self.plan.vision_nbytes
+        if not nbytes:
+            return 0
+        found = journal.finished(path, nbytes, 1)
+        if found is not None:
+            self._report(nbytes)
+        else:
+            found = (write_vision(path, self._resolved.vision, streams, self._report),)
+            journal.note(path, found)
+        return found[0]
 
     def write_3bit(self, store: Store, alone: bool = True) -> None:
         """Add 3-bit experts, from a plain checkpoint's own numbers rather than from 4-bit codes."""

@@ -125,6 +125,8 @@ class Resolved:
     resident: dict[str, SourceWeight]
     experts: dict[int, dict[str, ExpertSource]]
     """By model layer, then by matrix."""
+    vision: tuple[TensorInfo, ...] = ()
+    """What is kept as it is."""
 
 
 def resolve(checkpoint: Checkpoint, tensor_map: TensorMap) -> Resolved:
@@ -147,8 +149,9 @@ def resolve(checkpoint: Checkpoint, tensor_map: TensorMap) -> Resolved:
         layer: {part: finder.experts(names, layer, part) for part in names.shapes}
         for layer in names.layers
     }
+    vision = finder.vision()
     finder.refuse_leftovers()
-    return Resolved(resident, experts)
+    return Resolved(resident, experts, vision)
 
 
 class _Finder:
@@ -159,6 +162,7 @@ class _Finder:
         self._quantization = checkpoint.config.quantization
         self._fp8 = checkpoint.config.fp8
         self._ignored = [re.compile(pattern) for pattern in tensor_map.ignored]
+        self._vision = [re.compile(pattern) for pattern in tensor_map.vision]
         self._tensors: dict[str, TensorInfo] = {}
         self._used: set[str] = set()
         for tensor in checkpoint.tensors.values():
@@ -333,6 +337,11 @@ class _Finder:
             source_rows=count * whole[1],
             turn=turn,
         )
+
+    def vision(self) -> tuple[TensorInfo, ...]:
+        """What a store keeps as it is, whatever its type."""
+        names = [name for name in self._tensors if any(p.fullmatch(name) for p in self._vision)]
+        return tuple(self._take(name) for name in sorted(names))
 
     def refuse_leftovers(self) -> None:
         for name in sorted(self._tensors.keys() - self._used):

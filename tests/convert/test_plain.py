@@ -146,7 +146,8 @@ def test_a_plain_checkpoint_gives_the_store_of_the_published_conversion(
     source = published / "hf_bf16"
     ours = convert(source, tmp_path / "s", layout=layout, quantize=QuantSpec(4, 64))
     assert ours.layout.resident["layers.0.mlp.gate"].format.bits == 8
-    check_same_store(ours, convert(published, tmp_path / "t", layout=layout))
+    theirs = convert(published, tmp_path / "t", layout=layout)
+    check_same_store(ours, theirs, vision=name != "qwen3_5_moe")
 
 
 @pytest.mark.parametrize("quantize", [None, QuantSpec(4, 64)])

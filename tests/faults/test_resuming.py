@@ -12,8 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fault_tools import Forked
+from stores import raw_tensors, rewrite
 from strategies import write_checkpoint
 
 from aegis.checkpoint.config import QuantSpec
@@ -21,7 +23,7 @@ from aegis.checkpoint.fileio import UncachedWriter
 from aegis.checkpoint.plainfile import sealed
 from aegis.checkpoint.store import Store
 from aegis.convert import convert as converting
-from aegis.convert import three_bit
+from aegis.convert import three_bit, vision
 from aegis.convert.build import JOURNAL, remove_remains
 from aegis.convert.cache import cached_store_path, ensure_store
 from aegis.convert.convert import convert
@@ -77,7 +79,7 @@ class Run:
                 os.write(log, f"{within}{path.name}\n".encode())
                 super().__init__(path, *rest)
 
-        for module in (converting, three_bit):
+        for module in (converting, three_bit, vision):
             vars(module)["UncachedWriter"] = Writer
 
     def end(self) -> Run:
@@ -100,17 +102,33 @@ def journals(folder: Path) -> list[set[str]]:
     return [set(json.loads(path.read_text())["files"]) for path in sorted(folder.rglob(JOURNAL))]
 
 
-KINDS = [(False, 0, False), (False, 0, True), (True, 4, True)]
-"""Whether the checkpoint is plain, to how many bits it is quantised, and 3-bit experts."""
+KINDS = [
+    ("qwen2_moe", 0, False),
+    ("qwen2_moe", 0, True),
+    ("qwen2_moe", 4, True),
+    ("qwen3_5_moe", 4, False),
+]
+"""A family, to how many bits a plain checkpoint is quantised (0: one with codes), and 3-bit
+experts."""
 
 
-@pytest.mark.parametrize(("plain", "bits", "three"), KINDS, ids=["codes", "3bit", "plain"])
+@pytest.mark.parametrize(
+    ("model_type", "bits", "three"), KINDS, ids=["codes", "3bit", "plain", "vision"]
+)
 def test_a_killed_conversion_goes_on_with_what_was_finished(
-    plain: bool, bits: int, three: bool, tmp_path: Path
+    model_type: str, bits: int, three: bool, tmp_path: Path
 ) -> None:
     source = write_checkpoint(
-        tmp_path / "m", 3, num_hidden_layers=LAYERS, dense=plain, expert_bits=4
+        tmp_path / "c",
+        3,
+        num_hidden_layers=LAYERS,
+        dense=bits > 0,
+        expert_bits=4,
+        model_type=model_type,
     )
+    if model_type == "qwen3_5_moe":
+        picture = ("U8", np.random.default_rng(1).integers(0, 255, 300_001, np.uint8))
+        source = rewrite(source, tmp_path / "m", raw_tensors(source) | {"visual.x": picture})
     whole = Run(source, tmp_path / "whole", bits=bits, three=three).end()
     sound = contents(tmp_path / "whole")
     rng, went_on = random.Random(bits + three), 0
