@@ -38,6 +38,8 @@ def source_values(weight: SourceWeight) -> F32:
         data = np.fromfile(tensor.path, np.uint8, tensor.nbytes, offset=tensor.offset)
         codes = index == 0 and weight.format.kind != "dense"
         raw = data.view(np.uint32 if codes else raw_dtype(weight.format))
+        if weight.transposed:
+            raw = np.swapaxes(raw.reshape(tensor.shape), 1, 2)
         rows = raw.reshape(weight.source_rows or weight.shape[0], -1)
         arrays.append(rows[weight.turn[0] :: weight.turn[1]])
     values = dequantize_mlx(MlxArrays(*arrays), weight.format)
