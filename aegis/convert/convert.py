@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
@@ -38,15 +39,17 @@ from aegis.checkpoint.store import (
 )
 from aegis.convert.build import (
     ELSEWHERE,
+    JOURNAL,
     check_space,
     disk_errors,
     locked,
     partial_folder,
     prepare_parent,
     remove_leftovers,
+    telling_what_is_kept,
 )
 from aegis.convert.identity import identity_of, model_name
-from aegis.convert.journal import Journal, unfinished_of
+from aegis.convert.journal import Journal, keep_finished, unfinished_of
 from aegis.convert.layout import layout_of, resolve_checkpoint
 from aegis.convert.names import ExpertSource, Resolved
 from aegis.convert.source_data import Streams, packed
@@ -82,8 +85,9 @@ def convert(
     checkpoint is quantised meanwhile, as ``mlx_lm.convert`` does it; its 3-bit experts then come
     from the numbers themselves, else from the 4-bit codes. ``piece_nbytes``
     bounds each buffer; the whole conversion holds a few of them and two expert records.
-    ``announce`` is told what it takes of the disk before anything is written. What a killed
-    conversion of the same source with the same options finished is not done again.
+    ``announce`` is told what it takes of the disk before anything is written. What another
+    conversion of the same source with the same options finished before it was ended or killed is
+    not done again; a note on the exception says what is kept.
     ``replace_damaged``: a store at ``destination`` that cannot be opened, or whose checksums
     are not those of its contents, is converted anew.
 
@@ -136,24 +140,32 @@ def make_store(
     """
     hint = ELSEWHERE if replace_damaged else "choose a destination on another disk"
     prepare_parent(target)
-    with disk_errors(target.parent, hint), locked(target, job.report_nothing) as alone:
+    with (
+        disk_errors(target.parent, hint),
+        locked(target, job.report_nothing) as alone,
+        telling_what_is_kept(target, by_aegis=not os.path.lexists(target)),
+    ):
         key = _key(job.plan, identity, experts3bit)
         found = _existing(target, job.plan.layout, identity, replace_damaged)
         unfinished = unfinished_of(target, key) if alone and found is None else None
         kept = unfinished.folder if unfinished else None
         if alone:
             remove_leftovers(target.parent, target, kept)
+        if found is not None and alone:
+            # Of a build that was killed when its folder had just been renamed.
+            (target / JOURNAL).unlink(missing_ok=True)
         if found is None:
             there = unfinished.nbytes if unfinished else 0
             needed = check_space(target.parent, job.disk_nbytes - there, hint)
             if announce:
                 before = f", beside {there >> 20} MiB that are there already" if there else ""
                 announce(needed + before)
-            with partial_folder(target, replace_damaged, kept) as folder:
+            with partial_folder(target, replace_damaged, kept, keep_finished) as folder:
                 job.write(folder, identity, unfinished or Journal(folder, key))
             found = Store.open(target)
         elif experts3bit and not found.has_3bit:
-            job.write_3bit(found, alone)
+            with telling_what_is_kept(found.path / EXPERT_FOLDERS["3bit"], by_aegis=False):
+                job.write_3bit(found, alone)
             found = Store.open(target)
     return found
 

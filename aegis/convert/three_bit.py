@@ -28,8 +28,9 @@ from aegis.convert.build import (
     partial_folder,
     prepare_parent,
     remove_leftovers,
+    telling_what_is_kept,
 )
-from aegis.convert.journal import Journal, unfinished_of
+from aegis.convert.journal import Journal, keep_finished, unfinished_of
 from aegis.errors import StoreError
 from aegis.kernels.base import Layout, Weight
 from aegis.kernels.formats import pack, requantize_3bit, unpack
@@ -46,7 +47,11 @@ def add_3bit(path: str | Path, progress: Callable[[int, int], None] | None = Non
     """
     folder = Path(path).absolute()
     prepare_parent(folder, "they are added to the store itself, so make that possible")
-    with disk_errors(folder), locked(folder) as alone:
+    with (
+        disk_errors(folder),
+        locked(folder) as alone,
+        telling_what_is_kept(folder / EXPERT_FOLDERS["3bit"], by_aegis=False),
+    ):
         store = Store.open(folder)
         if not store.has_3bit:
             write_3bit(store, progress, alone=alone)
@@ -62,7 +67,8 @@ def write_3bit(
     """Write the 3-bit files of a store that lacks them; the caller holds the store's lock, or is
     not known to be ``alone``.
 
-    store.json is replaced last, so an interrupted run leaves the store as it was. ``write_layer``
+    store.json is replaced last, so an interrupted run leaves the store as it was, and what it has
+    finished to the next one. ``write_layer``
     writes a layer's file and returns its checksums, where there is something better to derive it
     from than the 4-bit one.
     """
@@ -81,7 +87,7 @@ def write_3bit(
     check_space(store.path, total - (unfinished.nbytes if unfinished else 0))
     checksums: list[tuple[int, ...]] = []
     write = write_layer or partial(_convert_layer, store)
-    with partial_folder(target, True, kept) as folder:
+    with partial_folder(target, True, kept, keep_finished) as folder:
         journal = unfinished or Journal(folder, key)
         for layer in layout.moe_layers:
             path = folder / expert_file(store.path, layer, "3bit").name
