@@ -215,10 +215,10 @@ def partial_folder(
     something is left; then the folder stays, unless the failure was the source's.
     """
     partial, old = unfinished or _partial_path(destination), _partial_path(destination)
-    if unfinished is None:
-        partial.mkdir()
     doomed = [partial, old]
     try:
+        if unfinished is None:
+            partial.mkdir()
         yield partial
         sync_folder(partial)
         if replace:
@@ -257,14 +257,15 @@ def telling_what_is_kept(destination: Path, by_aegis: bool) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        kept = [path for path in partials_of(destination) if may_go_on(path)]
-        if kept:
+        with contextlib.suppress(OSError):  # Or this would hide what it is about.
+            kept = [path for path in partials_of(destination) if may_go_on(path)]
             nbytes = sum(map(files_nbytes, kept))
             command = ["aegis", "rm", destination] if by_aegis else ["rm", "-r", *kept]
-            error.add_note(
-                f"{-(-nbytes >> 20)} MiB that are finished are kept: the same command goes on with"
-                f" them, and '{shlex.join(map(str, command))}' deletes them"
-            )
+            if kept:
+                error.add_note(
+                    f"{-(-nbytes >> 20)} MiB that are finished are kept: the same command goes on"
+                    f" with them, and '{shlex.join(map(str, command))}' deletes them"
+                )
         raise
 
 
