@@ -15,6 +15,8 @@ from damages import (
     UNKNOWN,
     Case,
     Damage,
+    added,
+    also,
     config,
     directory,
     duplicated_shard,
@@ -46,6 +48,7 @@ from damages import (
     without,
     write,
 )
+from stores import edit_header
 
 CONFIG = [
     Case("config missing", remove("config.json"), r"config\.json is missing"),
@@ -273,6 +276,43 @@ SHARDED = [
     Case("shards misnumbered", misnumbered, "not one complete set of shards"),
 ]
 
+SEES, SEEN = (f"model-0000{n}-of-00006.safetensors" for n in (5, 6))
+_SEES, _SEEN = "model.visual.blocks.0.norm1.bias", "model.visual.pos_embed.weight"
+
+VISION = [
+    Case("vision shard missing", remove(SEEN), f"{SEEN} is missing"),
+    Case("vision shard cut", resize(SEEN, -1), f"{SEEN} is truncated"),
+    Case("vision shard longer", resize(SEEN, 1), f"{SEEN} .* no tensor"),
+    Case("vision tensor in two shards", added(SEEN, _SEES), f"holds {_SEES} in {SEES} and in"),
+    Case(
+        "vision tensor under two names",
+        also(added(SEEN, "visual.pos_embed.weight"), placed("visual.pos_embed.weight", SEEN)),
+        "holds both .*pos_embed.weight and .*pos_embed.weight, which are the same tensor",
+    ),
+    Case(
+        "vision tensor not in the index",
+        index(lambda data: data["weight_map"].pop(_SEEN)),
+        f"does not list {_SEEN}, which {SEEN} holds",
+    ),
+    Case("vision tensor elsewhere", placed(_SEEN, SEES), f"{_SEEN} in {SEES}, which does not"),
+    Case(
+        "vision tensor of no type",
+        lambda folder: edit_header(folder / SEEN, lambda data: data[_SEEN].update(dtype="Q4")),
+        f"stores {_SEEN} as 'Q4'",
+    ),
+    Case(
+        "vision tensor of another size",
+        lambda folder: edit_header(folder / SEEN, lambda data: data[_SEEN].update(shape=[16, 65])),
+        f"gives {_SEEN} 2048 bytes, but BF16 .* takes 2080",
+    ),
+    Case(
+        "beside vision",
+        also(added(SEEN, "model.visuals.x"), placed("model.visuals.x", SEEN)),
+        "holds model.visuals.x, which a model of this family does not use",
+    ),
+]
+"""Damage to a vision-language checkpoint in six files."""
+
 TEXT = [
     Case("tokenizer missing", remove("tokenizer.json"), "tokenizer.json is missing|cannot be read"),
     Case("tokenizer empty", write("tokenizer.json", b""), "tokenizer.json .*download it again"),
@@ -424,3 +464,27 @@ STORE = [
 
 STORE_FILES = [case for case in STORE if case.words.split()[0].endswith((".bin", ".json"))]
 STORE_FILES = [case for case in STORE_FILES if not case.words.startswith("store.json")]
+
+
+def _vision(**keys: Any) -> Damage:
+    return manifest(lambda data: data["vision"].update(keys))
+
+
+VISION_STORE = [
+    Case("vision missing", remove("vision.safetensors"), "vision.safetensors is missing; convert"),
+    Case("vision cut", resize("vision.safetensors", -1), "vision.safetensors has .* bytes, but"),
+    Case("vision longer", resize("vision.safetensors", 1), "vision.safetensors has .* bytes, but"),
+    Case("vision a pipe", pipe("vision.safetensors"), "vision.safetensors is not a regular file"),
+    Case("vision null", manifest(lambda data: data.update(vision=None)), "is damaged"),
+    Case("vision of no bytes", _vision(nbytes=0), "is damaged"),
+    Case("vision of text", _vision(nbytes="4096"), "is damaged"),
+    Case("vision with a surplus", _vision(name="x"), "is damaged"),
+    Case("vision of other bytes", _vision(nbytes=4097), "vision.safetensors has .* bytes, but"),
+    Case("vision checksum negative", _vision(crc32=-1), "is damaged"),
+    Case(
+        "vision without checksum",
+        manifest(lambda data: data["vision"].pop("crc32")),
+        "is damaged",
+    ),
+]
+"""Damage to a store with tensors that are kept for later."""

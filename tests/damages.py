@@ -235,6 +235,28 @@ def index(edit: Callable[[dict[str, Any]], object]) -> Damage:
     return lambda folder: edit_json(folder / INDEX, edit)
 
 
+def added(file: str, *names: str) -> Damage:
+    """More tensors at the end of a shard; the file itself is whole."""
+
+    def damage(folder: Path) -> None:
+        def edit(tensors: dict[str, Any]) -> None:
+            end = max(t["data_offsets"][1] for n, t in tensors.items() if n != "__metadata__")
+            spans = ([end + 16 * n, end + 16 * (n + 1)] for n in range(len(names)))
+            for name, span in zip(names, spans, strict=True):
+                tensors[name] = {"dtype": "F32", "shape": [4], "data_offsets": span}
+
+        edit_header(folder / file, edit)
+        with (folder / file).open("ab") as data:
+            data.write(bytes(16 * len(names)))
+
+    return damage
+
+
+def also(*damages: Damage) -> Damage:
+    """One after the other."""
+    return lambda folder: [damage(folder) for damage in damages]
+
+
 def tokenizer(edit: Callable[[dict[str, Any]], object]) -> Damage:
     """Change tokenizer.json."""
     return lambda folder: edit_json(folder / "tokenizer.json", edit)

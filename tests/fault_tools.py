@@ -6,18 +6,20 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import json
 import os
 import random
 import subprocess
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from aegis.convert.build import JOURNAL, owner_of
 from aegis.tiers import PythonReadPool, ReadPool
 
 POOLS = ("python", "native")
@@ -204,10 +206,55 @@ def _answer(work: Callable[[], object], write: int, limit_s: int) -> None:
     os._exit(0)
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def journals(folder: Path) -> list[set[str]]:
+    """What each of the journals below a folder says is finished."""
+    return [set(json.loads(path.read_text())["files"]) for path in sorted(folder.rglob(JOURNAL))]
+
+
+def check_kept(folder: Path, sound: Mapping[str, bytes], error: BaseException) -> dict[str, int]:
+    """Fail unless nothing is left of builds that ``error`` ended but finished files, byte for byte
+    as in the ``sound`` one, and the journals that name just them; and unless the error says so.
+
+    The files by name in the store, and which ones they are on the disk.
+    """
+    kept, expected, nbytes = dict[str, int](), set[Path](), 0
+    for journal in sorted(folder.rglob(JOURNAL)):
+        home = journal.parent
+        # Or renamed already, but nothing counted it.
+        owner = owner_of(home) or home.name
+        assert owner_of(home) is not None or owner == "experts-3bit"
+        prefix = f"{owner}/" if owner == "experts-3bit" else ""
+        finished = json.loads(journal.read_text())["files"]
+        assert finished
+        for name in finished:
+            assert (home / name).read_bytes() == sound[prefix + name], name
+            kept[prefix + name] = (home / name).stat().st_ino
+        expected |= {journal, *(home / name for name in finished)}
+    left = {path for path in folder.rglob("*") if path.is_file()}
+    assert left == expected
+    if not left:
+        assert list(folder.iterdir()) == []
+    nbytes = sum(path.stat().st_size for path in left)
+    notes = getattr(error, "__notes__", [])
+    assert len(notes) == bool(left)
+    for note in notes:
+        size = f"{-(-nbytes >> 20)} MiB"
+        assert note.startswith(f"{size} that are finished are kept: the same command goes on with")
+    return kept
+
+
 class Failing:
     """Lets the n-th call of some functions of os fail; counts all."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, error: int, at: int, *names: str) -> None:
+    def __init__(
+        self, patch: pytest.MonkeyPatch, error: int | BaseException, at: int, *names: str
+    ) -> None:
         self.calls = 0
         self._error, self._at = error, at
         for name in names:
@@ -217,6 +264,8 @@ class Failing:
         def failing(*args: Any, **options: Any) -> Any:
             self.calls += 1
             if self.calls == self._at:
+                if isinstance(self._error, BaseException):
+                    raise self._error
                 raise OSError(self._error, os.strerror(self._error))
             return function(*args, **options)
 

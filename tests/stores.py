@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ def source_values(weight: SourceWeight) -> F32:
         data = np.fromfile(tensor.path, np.uint8, tensor.nbytes, offset=tensor.offset)
         codes = index == 0 and weight.format.kind != "dense"
         raw = data.view(np.uint32 if codes else raw_dtype(weight.format))
+        if weight.transposed:
+            raw = np.swapaxes(raw.reshape(tensor.shape), 1, 2)
         rows = raw.reshape(weight.source_rows or weight.shape[0], -1)
         arrays.append(rows[weight.turn[0] :: weight.turn[1]])
     values = dequantize_mlx(MlxArrays(*arrays), weight.format)
@@ -69,11 +72,20 @@ def rewrite(source: Path, folder: Path, tensors: dict[str, Any], **config: Any) 
     return folder
 
 
-def check_same_store(first: Store, second: Store) -> None:
-    """Fail unless both have the same tensors, byte for byte, and what they say of them is true."""
-    assert first.layout == second.layout
+def check_same_store(first: Store, second: Store, vision: bool = True) -> None:
+    """Fail unless both have the same tensors, byte for byte, and what they say of them is true.
+
+    vision: False: what the first one keeps of a vision-language model the second one has not.
+    """
+    kept = 0 if vision else first.layout.vision_nbytes
+    assert first.layout == replace(second.layout, vision_nbytes=second.layout.vision_nbytes + kept)
+    assert vision or (kept and not second.vision_path.exists())
     files = [
-        {p.relative_to(s.path): p.read_bytes() for p in sorted(s.path.rglob("*.bin"))}
+        {
+            p.relative_to(s.path): p.read_bytes()
+            for p in sorted(s.path.rglob("*"))
+            if p.suffix == ".bin" or (p.suffix == ".safetensors" and vision)
+        }
         for s in (first, second)
     ]
     assert files[0].keys() == files[1].keys()

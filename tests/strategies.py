@@ -84,7 +84,8 @@ class Choices:
     fused_experts: bool = False
     """Gate and up projections in one tensor, where the family has such a spelling."""
     blocks: bool = False
-    """Experts of mxfp4 as their publisher writes them, where the family has such a spelling."""
+    """Experts of mxfp4, or plain ones, as their publisher writes them, where the family has such a
+    spelling."""
     shards: int = 1
     """Above 1: that many files and an index."""
 
@@ -203,7 +204,9 @@ class _Builder:
             code_bits = c.expert_code_bits or bits
             matrices = self._weight(name, (rows, cols), bits, code_bits, stack=c.num_experts)
             parts[part] = bits, matrices
-        if c.blocks and names.blocks is not None and c.mxfp4 and not c.expert_bits:
+        spelled = c.blocks and names.blocks is not None
+        if spelled and (c.dense or (c.mxfp4 and not c.expert_bits)):
+            assert names.blocks is not None
             self._blocks(*(f"model.{name.format(layer=layer)}" for name in names.blocks), parts)
             return
         if c.fused_experts and names.fused is not None:
@@ -241,15 +244,23 @@ class _Builder:
     def _blocks(
         self, both: str, down: str, parts: Mapping[str, tuple[int, Mapping[str, Tensor]]]
     ) -> None:
-        """Rows of gate and up projections in turn; codes by the byte, 16 to a scale."""
+        """Rows of gate and up projections in turn; codes by the byte, 16 to a scale. Plain matrices
+        are transposed."""
         for name, sources in ((both, ("gate_proj", "up_proj")), (down, ("down_proj",))):
             for suffix, ours in (("_blocks", "weight"), ("_scales", "scales"), ("_bias", "")):
                 owners = [source if ours else f"{source}.bias" for source in sources]
-                found = [parts[owner][1][ours] for owner in owners if owner in parts]
+                found = [
+                    parts[owner][1][ours]
+                    for owner in owners
+                    if owner in parts and ours in parts[owner][1]
+                ]
                 if not found:
                     continue
                 data = np.stack([array for _, array in found], axis=2)
                 data = data.reshape(len(data), -1, *data.shape[3:])
+                if ours == "weight" and found[0][0] != "U32":
+                    self.tensors[name] = found[0][0], np.swapaxes(data, 1, 2)
+                    continue
                 if ours == "weight":
                     data = data.view(np.uint8).reshape(*data.shape[:2], -1, 16)
                 kind = "U8" if ours else found[0][0]

@@ -141,22 +141,11 @@ class UncachedReader:
         self._direct = False
 
 
-class UncachedWriter:
-    """Writes a new file from start to end through an aligned buffer.
+class _NewFile:
+    """A new file that is written past the page cache."""
 
-    What is written must add up to a multiple of 4096 bytes before ``close``.
-    """
-
-    def __init__(self, path: Path, buffer_nbytes: int = PIECE_NBYTES) -> None:
+    def __init__(self, path: Path) -> None:
         self._fd, self._direct = open_uncached(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        self._buffer = aligned_buffer(buffer_nbytes // ALIGN * ALIGN)
-        self._fill = 0
-        self._on_disk = 0
-        self.written = 0
-        """Bytes taken so far, buffered ones included."""
-
-    def __enter__(self) -> UncachedWriter:
-        return self
 
     def __exit__(
         self,
@@ -169,6 +158,71 @@ class UncachedWriter:
         elif self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    def _write_at(self, offset: int, view: memoryview) -> None:
+        while view:
+            try:
+                count = os.pwrite(self._fd, view, offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._direct:
+                    raise
+                leave_direct(self._fd)
+                self._direct = False
+                continue
+            view = view[count:]
+            offset += count
+        if not self._direct:
+            os.fdatasync(self._fd) if hasattr(os, "fdatasync") else os.fsync(self._fd)
+            drop_pages(self._fd)
+
+    def _finish(self) -> None:
+        """Write what was not written yet."""
+
+    def close(self) -> None:
+        """Write what is buffered and wait until everything is on the disk."""
+        try:
+            self._finish()
+            os.fsync(self._fd)
+            drop_pages(self._fd)
+        finally:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class PlacedWriter(_NewFile):
+    """Writes ranges of a new file in any order, by several threads at a time.
+
+    Offsets and sizes are multiples of 4096 bytes, as are the addresses of the data.
+    """
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        super().__init__(path)
+        os.truncate(self._fd, nbytes)  # Writes that lengthen a file wait for each other.
+
+    def __enter__(self) -> PlacedWriter:
+        return self
+
+    def write(self, offset: int, data: U8) -> None:
+        """Write bytes; several threads may do so."""
+        self._write_at(offset, data.data)
+
+
+class UncachedWriter(_NewFile):
+    """Writes a new file from start to end through an aligned buffer.
+
+    What is written must add up to a multiple of 4096 bytes before ``close``.
+    """
+
+    def __init__(self, path: Path, buffer_nbytes: int = PIECE_NBYTES) -> None:
+        super().__init__(path)
+        self._buffer = aligned_buffer(buffer_nbytes // ALIGN * ALIGN)
+        self._fill = 0
+        self._on_disk = 0
+        self.written = 0
+        """Bytes taken so far, buffered ones included."""
+
+    def __enter__(self) -> UncachedWriter:
+        return self
 
     def write(self, data: U8) -> None:
         """Append bytes."""
@@ -197,36 +251,11 @@ class UncachedWriter:
         self._fill = 0
 
     def _write_out(self, view: memoryview) -> None:
-        while view:
-            try:
-                count = os.pwrite(self._fd, view, self._on_disk)
-            except OSError as error:
-                if error.errno != errno.EINVAL or not self._direct:
-                    raise
-                self._leave_direct()
-                continue
-            view = view[count:]
-            self._on_disk += count
-        if not self._direct:
-            os.fdatasync(self._fd) if hasattr(os, "fdatasync") else os.fsync(self._fd)
-            drop_pages(self._fd)
-
-    def _leave_direct(self) -> None:
-        leave_direct(self._fd)
-        self._direct = False
+        self._write_at(self._on_disk, view)
+        self._on_disk += len(view)
 
     def _finish(self) -> None:
         self._flush()
-
-    def close(self) -> None:
-        """Write what is buffered and wait until everything is on the disk."""
-        try:
-            self._finish()
-            os.fsync(self._fd)
-            drop_pages(self._fd)
-        finally:
-            os.close(self._fd)
-            self._fd = -1
 
 
 def sync_folder(path: Path) -> None:

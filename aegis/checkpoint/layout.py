@@ -77,6 +77,8 @@ class StoreLayout:
     experts: ExpertGeometry
     experts_3bit: ExpertGeometry | None
     """What 3-bit expert files have or would have; None where there is no 4-bit segment."""
+    vision_nbytes: int = 0
+    """The size of vision.safetensors; 0: the model has none, and the store no such file."""
 
     @property
     def model_type(self) -> str:
@@ -108,6 +110,11 @@ class StoreLayout:
     def experts_nbytes(self, experts: ExpertBits = "4bit") -> int:
         """Bytes of all expert files."""
         return len(self.moe_layers) * self.num_experts * self.geometry(experts).stride
+
+    def nbytes(self, experts3bit: bool = False) -> int:
+        """Bytes of all files but copied ones and store.json; 3-bit expert files too if asked."""
+        three = self.experts_nbytes("3bit") if experts3bit else 0
+        return self.resident_file_nbytes + self.experts_nbytes() + three + self.vision_nbytes
 
     @property
     def embedding(self) -> ResidentTensor:

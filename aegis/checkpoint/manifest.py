@@ -48,6 +48,8 @@ class Manifest:
     """Whether it has some that another rule made: those are never used."""
     files: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Copied files (tokenizer, configs): size and checksum of each."""
+    vision_crc32: int = 0
+    """That of vision.safetensors, where there is one."""
     source: Mapping[str, Any] = field(default_factory=dict)
     """Where the store came from: name and identity of the checkpoint."""
 
@@ -68,6 +70,7 @@ def _body(manifest: Manifest) -> dict[str, Any]:
     if manifest.experts_3bit_crc32 is not None and layout.experts_3bit is not None:
         three = _experts(layout.experts_3bit, manifest.experts_3bit_crc32)
         three["rounding"] = ROUNDING_3BIT
+    vision = {"nbytes": layout.vision_nbytes, "crc32": manifest.vision_crc32}
     return {
         "format": "aegis store",
         "format_version": FORMAT_VERSION,
@@ -84,6 +87,7 @@ def _body(manifest: Manifest) -> dict[str, Any]:
         ],
         "experts": _experts(layout.experts, manifest.experts_crc32),
         "experts_3bit": three,
+        **({"vision": vision} if layout.vision_nbytes else {}),
         "config": layout.config.raw,
     }
 
@@ -163,6 +167,7 @@ def _decode_body(body: Mapping[str, Any], where: str) -> Manifest:
     names = [*PARTS, *filter(segments.__contains__, BIASES)]
     parts = {name: _segment(name, _a(dict, segments[name])) for name in names}
     experts = place_experts(parts, kind)
+    vision = _a(dict, body.get("vision", {"nbytes": 0, "crc32": 0}))
     layout = StoreLayout(
         config=ModelConfig(_a(dict, body["config"]), where),
         layout=kind,
@@ -172,6 +177,7 @@ def _decode_body(body: Mapping[str, Any], where: str) -> Manifest:
         num_experts=_whole(body["num_experts"], 1, 1 << 16),
         experts=experts,
         experts_3bit=place_experts_3bit(experts, kind),
+        vision_nbytes=_whole(vision["nbytes"], 0, 1 << 50),
     )
     if not layout.moe_layers or list(layout.moe_layers) != sorted(set(layout.moe_layers)):
         raise FormatError("its layers are not in order")
@@ -189,6 +195,7 @@ def _decode_body(body: Mapping[str, Any], where: str) -> Manifest:
             _one_of(name, COPIED_FILES): _size_crc32(entry)
             for name, entry in _a(dict, body["files"]).items()
         },
+        vision_crc32=_crc32(vision["crc32"]),
         source=_a(dict, body["source"]),
     )
     if _body(manifest) != body:

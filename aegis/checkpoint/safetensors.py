@@ -1,12 +1,14 @@
-"""Headers of safetensors files, read with every bound checked.
+"""Headers of safetensors files, read with every bound checked, and made.
 
 A file is: u64 little-endian header length, the header (JSON: name to dtype, shape and byte range),
-and the tensors' bytes. Only the header is read here.
+and the tensors' bytes. Only the header is read, or made, here.
 """
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ from aegis.errors import CheckpointError
 MAX_HEADER_NBYTES = 32 << 20
 """What 90,000 tensors take twice."""
 
+_ALIGN = 4096
+"""Where the tensors of a file that is written begin: at a page."""
 _MAX_RANK = 8
 _MAX_SIZE = 1 << 50
 _MAX_NAME = 1024
@@ -105,6 +109,29 @@ def parse_header(path: Path, size: int, header: bytes) -> dict[str, TensorInfo]:
     tensors = [_tensor(path, name, entry, begin) for name, entry in _entries(path, header)]
     _check_ranges(path, tensors, begin, size)
     return {tensor.name: tensor for tensor in tensors}
+
+
+def file_start(tensors: Iterable[TensorInfo]) -> tuple[bytes, tuple[TensorInfo, ...]]:
+    """The first bytes of a file of these tensors, wherever they are now, and the order in which
+    their own bytes follow: those of wide numbers first, so that all lie at multiples of their
+    width."""
+    ordered = tuple(sorted(tensors, key=lambda t: (-_DTYPE_BITS[t.dtype], t.name)))
+    entries, end = {}, 0
+    for tensor in ordered:
+        span = [end, end := end + tensor.nbytes]
+        entries[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": tensor.shape,
+            "data_offsets": span,
+        }
+    header = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    header += b" " * (-(8 + len(header)) % _ALIGN)
+    return len(header).to_bytes(8, "little") + header, ordered
+
+
+def file_nbytes(tensors: Collection[TensorInfo]) -> int:
+    """The size of that file; 0 where there are none."""
+    return len(file_start(tensors)[0]) + sum(t.nbytes for t in tensors) if tensors else 0
 
 
 def _not_whole(path: Path, length: int, size: int) -> str:

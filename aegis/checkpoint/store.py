@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 MANIFEST = "store.json"
 RESIDENT = "resident.bin"
+VISION = "vision.safetensors"
 EXPERT_FOLDERS: dict[ExpertBits, str] = {"4bit": "experts", "3bit": "experts-3bit"}
 
 _PIECE_NBYTES = 1 << 20
@@ -104,6 +105,12 @@ class Store:
         """The file with every tensor that is not an expert's."""
         return self.path / RESIDENT
 
+    @property
+    def vision_path(self) -> Path:
+        """The file with the tensors that look at pictures, as the checkpoint has them; there only
+        where ``layout.vision_nbytes`` says so."""
+        return self.path / VISION
+
     def expert_paths(self, experts: ExpertBits = "4bit") -> list[Path]:
         """One file per MoE layer, in the order of ``layout.moe_layers``.
 
@@ -125,6 +132,8 @@ class Store:
         """Every file of the store but store.json, and the size it must have."""
         sizes = {self.path / name: size for name, (size, _) in self.manifest.files.items()}
         sizes[self.resident_path] = self.layout.resident_file_nbytes
+        if self.layout.vision_nbytes:
+            sizes[self.vision_path] = self.layout.vision_nbytes
         kinds: list[ExpertBits] = ["4bit", "3bit"] if self.has_3bit else ["4bit"]
         for kind in kinds:
             size = self.layout.num_experts * self.layout.geometry(kind).stride

@@ -67,7 +67,8 @@ class ExpertNames:
     """Two tensors for all experts: gate_proj's rows with up_proj's behind them, and down_proj."""
     blocks: tuple[str, str] | None = None
     """The same in mxfp4 as its publisher writes it, gate_proj's and up_proj's rows in turn: each
-    name with ``_blocks``, ``_scales`` and, where there are biases, ``_bias`` behind it."""
+    name with ``_blocks``, ``_scales`` and, where there are biases, ``_bias`` behind it. As plain
+    numbers such a tensor has the bare name, and each expert's matrix lies transposed."""
 
 
 @dataclass(frozen=True)
@@ -96,4 +97,6 @@ class TensorMap:
     """Stripped from checkpoint names, each once, in this order."""
     ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
     """Patterns of names, without prefix, that a checkpoint may hold and nobody needs."""
+    vision: tuple[str, ...] = ()
+    """Patterns of names, without prefix, of what looks at pictures: a store keeps it as it is."""
     quantize: QuantizeRules = QuantizeRules()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import click
 
@@ -88,10 +89,11 @@ def _flushed(code: int) -> int:
 
 
 def _guarded(arguments: Sequence[str] | None) -> int:
+    notes: list[str] = []
     try:
         given = list(sys.argv[1:] if arguments is None else arguments)
         # Not group.main(): it has its own ideas about a closed pipe and Ctrl-C.
-        with group.make_context("aegis", given) as ctx:
+        with _noting(notes), group.make_context("aegis", given) as ctx:
             code = group.invoke(ctx)
         return code if isinstance(code, int) else 0
     except click.exceptions.Exit as ending:
@@ -117,6 +119,19 @@ def _guarded(arguments: Sequence[str] | None) -> int:
         if os.environ.get("AEGIS_TRACEBACK"):
             raise
         return _fail(f"{_unforeseen(error)} (AEGIS_TRACEBACK=1 shows where)", 1)
+    finally:
+        for note in notes:
+            tell(note)
+
+
+@contextlib.contextmanager
+def _noting(notes: list[str]) -> Iterator[None]:
+    """Collect what was added to whatever ends the block: what is kept of a conversion."""
+    try:
+        yield
+    except BaseException as error:
+        notes += getattr(error, "__notes__", ())
+        raise
 
 
 def _unforeseen(error: Exception) -> str:

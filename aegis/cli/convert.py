@@ -161,8 +161,8 @@ def _converted(
     from aegis.convert.convert import convert
     from aegis.text.tokenizer import Tokenizer
 
-    kinds, places = {"4bit", options["experts"]}, source.layout(layout)
-    nbytes = places.resident_file_nbytes + sum(map(places.experts_nbytes, kinds))
+    three = options["experts"] == "3bit"
+    nbytes = source.layout(layout).nbytes(three)
     folder = target and target.absolute().parent
     place = target or source.place(layout)
     announce(source, place, options)
@@ -173,7 +173,7 @@ def _converted(
         source.checkpoint,
         place,
         layout=layout,
-        experts3bit=options["experts"] == "3bit",
+        experts3bit=three,
         quantize=source.quantize,
         progress=bar,
         replace_damaged=target is None,

@@ -26,7 +26,8 @@ def command(models: tuple[str, ...], **options: Any) -> int:
     """Delete every store of MODEL in the cache, and what is half-finished of it.
 
     MODEL is a name or a store that ``aegis list`` shows, ORG/NAME[@REVISION],
-    synthetic:SHAPE[@SEED] or the folder of a model that was converted. A store that a running
+    synthetic:SHAPE[@SEED] or the folder of a model that was converted; or the place of a store
+    elsewhere that was not finished. A store that a running
     process uses stays. The model itself, and what the hub's cache holds, are never touched.
     """
     from aegis.convert.stores import remove

@@ -126,9 +126,10 @@ def _sizes(layout: StoreLayout) -> dict[str, Any]:
         "num_experts_per_tok": shape.num_experts_per_tok,
         "max_position_embeddings": shape.max_position_embeddings,
         "vocab_size": shape.vocab_size,
-        "store_nbytes": layout.resident_file_nbytes + layout.experts_nbytes(),
+        "store_nbytes": layout.nbytes(),
         "resident_nbytes": layout.resident_file_nbytes,
         "experts_nbytes": layout.experts_nbytes(),
+        "vision_nbytes": layout.vision_nbytes,
         "expert_nbytes": experts.stride,
         "experts": {name: words_of(part.format) for name, part in experts.segments.items()},
         "resident": dict(
@@ -169,4 +170,6 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     resident = ", ".join(f"{count} {kind}" for kind, count in facts["resident"].items())
     yield "numbers", f"experts {experts}; other matrices {resident}"
     yield "resident", format_size(facts["resident_nbytes"])
+    if facts["vision_nbytes"]:
+        yield "vision", f"{format_size(facts['vision_nbytes'])}, kept for later, never read"
     yield "context", f"up to {facts['max_position_embeddings']} tokens"

@@ -1,9 +1,10 @@
-"""Ctrl-C, SIGTERM and SIGHUP: what was begun is undone, then the exit code is 128 + the signal.
+"""Ctrl-C, SIGTERM and SIGHUP: what was begun is undone but for the finished files of a conversion,
+then the exit code is 128 + the signal.
 
 The first signal raises an exception, so that every ``with`` on the way out puts its things away.
 Further ones change nothing. Where the way out takes longer than ``GRACE_S`` (a disk that does not
 answer), or where the exception is lost (one raised inside of a weak reference's callback is), the
-process ends without it: what a conversion leaves behind then, the next one removes. Some code turns
+process ends without it: what a conversion leaves behind then, the next one sees to. Some code turns
 it into another exception; ``ending`` still knows.
 """
 

@@ -2,10 +2,10 @@
 
 Everything is written into ``.NAME.partial-PID-RANDOM`` beside the destination and renamed when
 complete. A lock file ``.NAME.lock`` lets one process build while others wait and then find the
-result; the lock dies with its process, so a killed build never blocks the next one. What a killed
-build leaves is gone on with where its journal says what is finished (see journal), else it is
-deleted by whoever builds next in the same folder: once its journal is a week old, if it is of
-another destination.
+result; the lock dies with its process, so a killed build never blocks the next one. What a build
+that was ended or killed leaves is gone on with where its journal says what is finished (see
+journal), else it is deleted by whoever builds next in the same folder: once its journal is a week
+old, if it is of another destination.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import fcntl
 import os
 import re
 import secrets
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from pathlib import Path
 
 from aegis.checkpoint.fileio import sync_folder
 from aegis.checkpoint.storage import free_nbytes
-from aegis.errors import StoreError
+from aegis.errors import AegisError, StoreError
 
 _PARTIAL = re.compile(r"\.(.+)\.partial-\d+-[0-9a-f]{8}", re.DOTALL)
 _LOCK = re.compile(r"\.(.+)\.lock", re.DOTALL)
@@ -44,9 +45,11 @@ def locked(destination: Path, on_wait: Callable[[], None] | None = None) -> Iter
     try:
         yield fd is not None
     finally:
-        path.unlink(missing_ok=True)
-        if fd is not None:
-            os.close(fd)
+        try:
+            path.unlink(missing_ok=True)
+        finally:
+            if fd is not None:
+                os.close(fd)
 
 
 def _lock_path(destination: Path) -> Path:
@@ -123,7 +126,8 @@ def remove_remains(destination: Path) -> None:
 
 
 def may_go_on(partial: Path) -> bool:
-    """Whether a build left so much there, and so lately, that its own destination may want it."""
+    """Whether a build left something finished there, and so lately, that its own destination may
+    want it."""
     try:
         return time.time() - (partial / JOURNAL).stat().st_mtime < _KEPT_SECONDS
     except OSError:
@@ -179,7 +183,7 @@ def discard(destination: Path) -> None:
     try:
         doomed = remains_of(destination)
         if os.path.lexists(destination):
-            old = _partial_path(destination)
+            old = partial_path(destination)
             destination.rename(old)
             sync_folder(destination.parent)
             doomed = [path for path in doomed if path.parent != destination] + [old]
@@ -201,33 +205,81 @@ def _partial_folders(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def partial_folder(
-    destination: Path, replace: bool = False, unfinished: Path | None = None
+    destination: Path,
+    replace: bool = False,
+    unfinished: Path | None = None,
+    keep: Callable[[Path], bool] = lambda folder: False,
+    journal_stays: bool = False,
 ) -> Iterator[Path]:
     """A folder to fill that becomes ``destination`` on success and vanishes on any failure.
 
-    ``replace``: whatever is at ``destination`` then is deleted. ``unfinished``: what a killed build
-    left, to be gone on with.
+    ``replace``: whatever is at ``destination`` then is deleted. ``unfinished``: what another build
+    left, to be gone on with. ``keep``: deletes all that nobody could go on with, and says whether
+    something is left; then the folder stays, unless the failure was the source's.
+    ``journal_stays``: something else has to be done before the destination counts.
     """
-    partial, old = unfinished or _partial_path(destination), _partial_path(destination)
-    if unfinished is None:
-        partial.mkdir()
+    partial, old = unfinished or partial_path(destination), partial_path(destination)
+    doomed = [partial, old]
     try:
+        if unfinished is None:
+            partial.mkdir()
         yield partial
         sync_folder(partial)
         if replace:
             with contextlib.suppress(FileNotFoundError):
                 destination.rename(old)
-        (partial / JOURNAL).unlink(missing_ok=True)
         _rename(partial, destination)
+        if not journal_stays:
+            # Not before: until it is renamed all of it is to be gone on with.
+            (destination / JOURNAL).unlink(missing_ok=True)
         sync_folder(destination.parent)
+    except BaseException as error:
+        if not _is_of_the_source(error) and keep(partial):
+            doomed.remove(partial)
+        raise
     finally:
-        for path in (partial, old):
+        for path in doomed:
             shutil.rmtree(path, ignore_errors=True)
             if path.is_file() or path.is_symlink():
                 path.unlink()
 
 
-def _partial_path(destination: Path) -> Path:
+def _is_of_the_source(error: BaseException) -> bool:
+    """Whether what a folder is made of is wrong or gone, rather than the disk: then what was made
+    of it before may be so too."""
+    cause = error.__cause__
+    read = isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
+    return isinstance(error, AegisError) and not read
+
+
+@contextlib.contextmanager
+def telling_what_is_kept(destination: Path, by_aegis: bool) -> Iterator[None]:
+    """A note on whatever ends a build of ``destination``: what is kept of it, and what becomes of
+    that. The caller holds the lock.
+
+    ``by_aegis``: ``aegis rm`` deletes what is kept, and nothing else with it.
+    """
+    try:
+        yield
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # Or this would hide what it is about.
+            kept = [path for path in partials_of(destination) if may_go_on(path)]
+            nbytes = sum(map(files_nbytes, kept))
+            command = ["aegis", "rm", destination] if by_aegis else ["rm", "-r", *kept]
+            if kept:
+                error.add_note(
+                    f"{-(-nbytes >> 20)} MiB that are finished are kept: the same command goes on"
+                    f" with them, and '{shlex.join(map(str, command))}' deletes them"
+                )
+        raise
+
+
+def files_nbytes(folder: Path) -> int:
+    """The bytes of all files below a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def partial_path(destination: Path) -> Path:
     name = f".{destination.name}.partial-{os.getpid()}-{secrets.token_hex(4)}"
     return destination.parent / name
 
@@ -286,7 +338,10 @@ def disk_errors(folder: Path, hint: str = ELSEWHERE) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StoreError(_sentence(error, folder, hint)) from error
+        failure = StoreError(_sentence(error, folder, hint))
+        for note in getattr(error, "__notes__", ()):
+            failure.add_note(note)
+        raise failure from error
 
 
 def _sentence(error: OSError, folder: Path, hint: str) -> str:

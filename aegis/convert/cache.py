@@ -38,6 +38,7 @@ __all__ = [
     "embedded_path",
     "ensure_store",
     "hub_store",
+    "is_named_for",
     "is_quantised_so",
     "model_stores",
     "older_stores",
@@ -107,6 +108,11 @@ def _stem(name: str, layout: Layout) -> str:
     while len(os.fsencode(name)) > _LONGEST_NAME:
         name = name[:-1]
     return f"{name}-{layout}-v{FORMAT_VERSION}"
+
+
+def is_named_for(path: Path, model: str) -> bool:
+    """Whether a store there would be one of a model, as far as its name says."""
+    return any(path.name.startswith(f"{_stem(model, layout)}-") for layout in get_args(Layout))
 
 
 def model_stores(path: str | os.PathLike[str]) -> list[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
@@ -28,25 +29,36 @@ from aegis.checkpoint.layout import ExpertGeometry, StoreLayout
 from aegis.checkpoint.manifest import Checksums, Manifest, encode
 from aegis.checkpoint.overlapped import OverlappedWriter
 from aegis.checkpoint.source import Checkpoint
-from aegis.checkpoint.store import EXPERT_FOLDERS, MANIFEST, RESIDENT, Store, expert_file, is_store
+from aegis.checkpoint.store import (
+    EXPERT_FOLDERS,
+    MANIFEST,
+    RESIDENT,
+    VISION,
+    Store,
+    expert_file,
+    is_store,
+)
 from aegis.convert.build import (
     ELSEWHERE,
+    JOURNAL,
     check_space,
     disk_errors,
     locked,
     partial_folder,
     prepare_parent,
     remove_leftovers,
+    telling_what_is_kept,
 )
 from aegis.convert.identity import identity_of, model_name
-from aegis.convert.journal import Journal, unfinished_of
+from aegis.convert.journal import Journal, keep_finished, unfinished_of
 from aegis.convert.layout import layout_of, resolve_checkpoint
 from aegis.convert.names import ExpertSource, Resolved
-from aegis.convert.records import is_large, write_records
+from aegis.convert.records import AT_A_TIME, is_large, write_records
 from aegis.convert.source_data import Streams, packed
 from aegis.convert.targets import in_3bit
 from aegis.convert.three_bit import write_3bit
 from aegis.convert.verify import verify
+from aegis.convert.vision import write_vision
 from aegis.errors import CheckpointError, StoreError
 from aegis.kernels.base import Layout
 from aegis.kernels.sizes import RECORD_ALIGN, RESIDENT_ALIGN
@@ -76,8 +88,9 @@ def convert(
     checkpoint is quantised meanwhile, as ``mlx_lm.convert`` does it; its 3-bit experts then come
     from the numbers themselves, else from the 4-bit codes. ``piece_nbytes``
     bounds each buffer; the whole conversion holds a few of them and two expert records.
-    ``announce`` is told what it takes of the disk before anything is written. What a killed
-    conversion of the same source with the same options finished is not done again.
+    ``announce`` is told what it takes of the disk before anything is written. What another
+    conversion of the same source with the same options finished before it was ended or killed is
+    not done again; a note on the exception says what is kept.
     ``replace_damaged``: a store at ``destination`` that cannot be opened, or whose checksums
     are not those of its contents, is converted anew.
 
@@ -130,24 +143,34 @@ def make_store(
     """
     hint = ELSEWHERE if replace_damaged else "choose a destination on another disk"
     prepare_parent(target)
-    with disk_errors(target.parent, hint), locked(target, job.report_nothing) as alone:
+    with (
+        disk_errors(target.parent, hint),
+        locked(target, job.report_nothing) as alone,
+        telling_what_is_kept(target, by_aegis=not os.path.lexists(target)),
+    ):
         key = _key(job.plan, identity, experts3bit)
         found = _existing(target, job.plan.layout, identity, replace_damaged)
         unfinished = unfinished_of(target, key) if alone and found is None else None
         kept = unfinished.folder if unfinished else None
         if alone:
             remove_leftovers(target.parent, target, kept)
+        if found is not None and alone:
+            # Of builds that were killed when all was done.
+            (target / JOURNAL).unlink(missing_ok=True)
+            if found.has_3bit:
+                (target / EXPERT_FOLDERS["3bit"] / JOURNAL).unlink(missing_ok=True)
         if found is None:
             there = unfinished.nbytes if unfinished else 0
             needed = check_space(target.parent, job.disk_nbytes - there, hint)
             if announce:
                 before = f", beside {there >> 20} MiB that are there already" if there else ""
                 announce(needed + before)
-            with partial_folder(target, replace_damaged, kept) as folder:
+            with partial_folder(target, replace_damaged, kept, keep_finished) as folder:
                 job.write(folder, identity, unfinished or Journal(folder, key))
             found = Store.open(target)
         elif experts3bit and not found.has_3bit:
-            job.write_3bit(found, alone)
+            with telling_what_is_kept(found.path / EXPERT_FOLDERS["3bit"], by_aegis=False):
+                job.write_3bit(found, alone)
             found = Store.open(target)
     return found
 
@@ -220,8 +243,7 @@ class _Job:
         self._quantize, self._experts3bit = quantize, experts3bit
         self._progress, self._piece_nbytes = progress, piece_nbytes
         self._done = 0
-        kinds = plan.experts_nbytes() + (plan.experts_nbytes("3bit") if experts3bit else 0)
-        self.total_nbytes = plan.resident_file_nbytes + kinds
+        self.total_nbytes = plan.nbytes(experts3bit)
         self._copied = {
             name: path
             for name in COPIED_FILES
@@ -248,6 +270,7 @@ class _Job:
         files = self._copy_files(folder)
         resident = self._resident(folder / RESIDENT, journal)
         experts = self._experts(folder, journal)
+        vision = self._vision(folder / VISION, journal)
         path = self._checkpoint.path
         source: dict[str, Any] = {"name": model_name(path), "identity": identity}
         if (origin := Origin.of(path)) is not None:
@@ -260,7 +283,9 @@ class _Job:
             raise CheckpointError(
                 f"{self._checkpoint.path} was changed while it was converted; convert it again"
             )
-        manifest = Manifest(self.plan, resident, experts, files=files, source=source)
+        manifest = Manifest(
+            self.plan, resident, experts, files=files, vision_crc32=vision, source=source
+        )
         write_file(folder / MANIFEST, encode(manifest))
         if self._experts3bit:
             self.write_3bit(Store.open(folder))
@@ -314,6 +339,19 @@ class _Job:
             layers.append(found)
         return tuple(layers)
 
+    def _vision(self, path: Path, journal: Journal) -> int:
+        nbytes = self.plan.vision_nbytes
+        if not nbytes:
+            return 0
+        found = journal.finished(path, nbytes, 1)
+        if found is not None:
+            self._report(nbytes)
+        else:
+            with Streams(self._piece_nbytes) as streams:
+                found = (write_vision(path, self._resolved.vision, streams, self._report),)
+            journal.note(path, found)
+        return found[0]
+
     def write_3bit(self, store: Store, alone: bool = True) -> None:
         """Add 3-bit experts, from a plain checkpoint's own numbers rather than from 4-bit codes."""
         geometry = self.plan.geometry("3bit")
@@ -335,11 +373,19 @@ class _Job:
         self, path: Path, geometry: ExpertGeometry, sources: Mapping[str, ExpertSource]
     ) -> tuple[int, ...]:
         """The file of a layer's records; their checksums."""
-        # Several are open at a time.
-        opened = partial(Streams, max(ALIGN, self._piece_nbytes // 2))
+        # Together they take what one would.
+        opened = partial(Streams, max(ALIGN, self._piece_nbytes // AT_A_TIME))
         pieces, count = partial(self._pieces, geometry, sources), self.plan.num_experts
+        turned = any(weight.transposed for source in sources.values() for weight in source.weights)
         return write_records(
-            path, geometry.stride, count, opened, pieces, self._report, self._piece_nbytes
+            path,
+            geometry.stride,
+            count,
+            opened,
+            pieces,
+            self._report,
+            self._piece_nbytes,
+            at_a_time=1 if turned else AT_A_TIME,  # A whole matrix is in memory to turn it.
         )
 
     def _pieces(

@@ -1,12 +1,16 @@
 """What of an unfinished folder is finished, so that whoever goes on with it need not do it again.
 
 The journal is a small file in the folder. It is replaced as a whole after every file, once that is
-on the disk: what it names is there, whatever ended its process. It holds for one key only, a digest
-of everything that the files' bytes follow from.
+on the disk: what it names is there, whatever ended its process, and nothing else is where an error
+or a signal did. It holds for one key only, a digest of everything that the files' bytes follow
+from.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +23,7 @@ from aegis.checkpoint.plainfile import (
     read_regular,
     sealed,
 )
-from aegis.convert.build import JOURNAL, partials_of
+from aegis.convert.build import JOURNAL, files_nbytes, owner_of, partial_path, partials_of
 
 
 class Journal:
@@ -28,12 +32,12 @@ class Journal:
     def __init__(
         self, folder: Path, key: str, files: dict[str, tuple[int, ...]] | None = None
     ) -> None:
-        self.folder, self._key, self._files = folder, key, files or {}
+        self.folder, self.key, self._files = folder, key, files or {}
 
     @property
     def nbytes(self) -> int:
         """What the folder takes of the disk: unfinished files too, which make room for others."""
-        return sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
+        return files_nbytes(self.folder)
 
     def finished(self, path: Path, nbytes: int, count: int) -> tuple[int, ...] | None:
         """The checksums of a file that is finished; None: nothing is left in its place."""
@@ -43,32 +47,67 @@ class Journal:
         path.unlink(missing_ok=True)
         return None
 
+    def names(self, path: Path) -> bool:
+        """Whether a file is among the finished ones."""
+        return self._name(path) in self._files
+
     def note(self, path: Path, checksums: Sequence[int]) -> None:
         """A file is finished and on the disk."""
         sync_folder(path.parent)
         self._files[self._name(path)] = tuple(checksums)
-        write_file(self.folder / JOURNAL, sealed({"key": self._key, "files": self._files}))
+        write_file(self.folder / JOURNAL, sealed({"key": self.key, "files": self._files}))
 
     def _name(self, path: Path) -> str:
         return path.relative_to(self.folder).as_posix()
 
 
 def unfinished_of(destination: Path, key: str) -> Journal | None:
-    """The fullest of the folders that killed builds of a destination with this key left.
+    """The fullest of the folders that other builds of a destination with this key left.
 
     The caller holds the destination's lock.
     """
-    found = [journal for path in partials_of(destination) if (journal := _read(path, key))]
+    read = filter(None, map(_read, partials_of(destination)))
+    found = [journal for journal in read if journal.key == key]
     return max(found, key=lambda journal: journal.nbytes, default=None)
 
 
-def _read(folder: Path, key: str) -> Journal | None:
+def begin_again(destination: Path, key: str) -> None:
+    """Make a destination whose build ended before it counted what it was: an unfinished folder.
+
+    The caller holds the destination's lock.
+    """
+    journal = _read(destination)
+    if journal is not None and journal.key == key:
+        destination.rename(partial_path(destination))
+
+
+def keep_finished(folder: Path) -> bool:
+    """Delete all of a folder but what its journal says is finished, and what is finished of folders
+    begun inside of it; whether anything is kept."""
+    journal = _read(folder)
+    if journal is None:
+        return False
+    for place, folders, files in os.walk(folder):
+        for inner in [Path(place, name) for name in folders]:
+            if owner_of(inner) is None and not (inner / JOURNAL).exists():
+                continue
+            folders.remove(inner.name)  # It has a journal of its own.
+            if not keep_finished(inner):
+                shutil.rmtree(inner, ignore_errors=True)
+        for path in (Path(place, name) for name in files):
+            if path != folder / JOURNAL and not journal.names(path):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+    return True
+
+
+def _read(folder: Path) -> Journal | None:
     try:
         data = read_regular(folder / JOURNAL, MAX_JSON_NBYTES)
         content = parse_object(data)
     except (OSError, FileDamageError):
         return None
-    files = content.get("files")
-    if not is_sealed(data) or content.get("key") != key or not isinstance(files, dict):
+    key, files = content.get("key"), content.get("files")
+    if not is_sealed(data) or not isinstance(key, str) or not isinstance(files, dict):
         return None
     return Journal(folder, key, {name: tuple(values) for name, values in files.items()})

@@ -13,6 +13,7 @@ from aegis.checkpoint.layout import (
     place_experts_3bit,
     place_resident,
 )
+from aegis.checkpoint.safetensors import file_nbytes
 from aegis.checkpoint.source import Checkpoint
 from aegis.convert.names import Resolved, SourceWeight, resolve
 from aegis.convert.targets import quantised
@@ -69,6 +70,7 @@ def layout_of(checkpoint: Checkpoint, resolved: Resolved, layout: Layout) -> Sto
         num_experts=num_experts,
         experts=experts,
         experts_3bit=place_experts_3bit(experts, layout),
+        vision_nbytes=file_nbytes(resolved.vision),
     )
 
 

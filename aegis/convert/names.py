@@ -69,6 +69,8 @@ class SourceWeight:
     """How many the tensors have, where these are not all."""
     turn: tuple[int, int] = (0, 1)
     """Rows of several weights follow each other in turn: which turn is this one's, of how many."""
+    transposed: bool = False
+    """The tensor is [matrices, inputs, rows], those in turn with these among them."""
     taps: int = 0
     """Above 0: every channel's taps, to be stored tap by tap."""
     add_one: bool = False
@@ -125,6 +127,8 @@ class Resolved:
     resident: dict[str, SourceWeight]
     experts: dict[int, dict[str, ExpertSource]]
     """By model layer, then by matrix."""
+    vision: tuple[TensorInfo, ...] = ()
+    """What is kept as it is."""
 
 
 def resolve(checkpoint: Checkpoint, tensor_map: TensorMap) -> Resolved:
@@ -147,8 +151,9 @@ def resolve(checkpoint: Checkpoint, tensor_map: TensorMap) -> Resolved:
         layer: {part: finder.experts(names, layer, part) for part in names.shapes}
         for layer in names.layers
     }
+    vision = finder.vision()
     finder.refuse_leftovers()
-    return Resolved(resident, experts)
+    return Resolved(resident, experts, vision)
 
 
 class _Finder:
@@ -159,6 +164,7 @@ class _Finder:
         self._quantization = checkpoint.config.quantization
         self._fp8 = checkpoint.config.fp8
         self._ignored = [re.compile(pattern) for pattern in tensor_map.ignored]
+        self._vision = [re.compile(pattern) for pattern in tensor_map.vision]
         self._tensors: dict[str, TensorInfo] = {}
         self._used: set[str] = set()
         for tensor in checkpoint.tensors.values():
@@ -289,14 +295,16 @@ class _Finder:
         """One matrix of a layer's experts, or a bias, in whichever spelling the checkpoint has."""
         shape, count = names.shapes[part], names.num_experts
         rows = shape[0]
+        if names.blocks is not None:
+            both = names.blocks[0].format(layer=layer)
+            if both in self or f"{both}_blocks" in self:
+                return ExpertSource((self._in_turn(names, layer, part),), rows)
         alone, fused = _spellings(names, layer, part)
         for source in filter(self.has, alone):
             return ExpertSource((self.weight(source, shape, count),), rows)
         for source in filter(self.has, fused):
             weight = self.weight(source, (2 * rows, *shape[1:]), count)
             return ExpertSource((weight,), rows, rows if part == "up_proj" else 0, 2 * rows)
-        if names.blocks is not None and f"{names.blocks[0].format(layer=layer)}_blocks" in self:
-            return ExpertSource((self._in_turn(names, layer, part),), rows)
         word = names.separate_parts.get(part, part)
         separate = [
             names.separate.format(layer=layer, part=word, expert=expert) for expert in range(count)
@@ -309,14 +317,22 @@ class _Finder:
         return ExpertSource(tuple(self.weight(n, shape) for n in separate), rows)
 
     def _in_turn(self, names: ExpertNames, layer: int, part: str) -> SourceWeight:
-        """One matrix of all experts, or a bias, as the publisher of mxfp4 writes it."""
+        """One matrix of all experts, or a bias, as the publisher of mxfp4 writes it, or as plain
+        numbers."""
         assert names.blocks is not None
-        name = names.blocks[part.startswith("down_proj")].format(layer=layer)
+        both, down = (name.format(layer=layer) for name in names.blocks)
+        name = down if part.startswith("down_proj") else both
         turn = (0, 1) if part.startswith("down_proj") else (int(part.startswith("up_proj")), 2)
         (rows, *inputs), count = names.shapes[part], names.num_experts
         whole = (count, turn[1] * rows)
         tensors: tuple[TensorInfo, ...]
-        if inputs:
+        transposed = bool(inputs) and both in self
+        if transposed:
+            tensors = (self._take(name),)
+            self._check_unquantised(tensors[0])
+            _check_tensor(tensors[0], (count, *inputs, whole[1]), tuple(_DTYPES))
+            fmt = Format("dense", _DTYPES[tensors[0].dtype])
+        elif inputs:
             tensors = (self._take(f"{name}_blocks"), self._take(f"{name}_scales"))
             groups, fmt = inputs[0] // MXFP4.group_size, MXFP4
             _check_tensor(tensors[0], (*whole, groups, MXFP4.group_size // 2), ("U8",))
@@ -332,7 +348,13 @@ class _Finder:
             tensors,
             source_rows=count * whole[1],
             turn=turn,
+            transposed=transposed,
         )
+
+    def vision(self) -> tuple[TensorInfo, ...]:
+        """What a store keeps as it is, whatever its type."""
+        names = [name for name in self._tensors if any(p.fullmatch(name) for p in self._vision)]
+        return tuple(self._take(name) for name in sorted(names))
 
     def refuse_leftovers(self) -> None:
         for name in sorted(self._tensors.keys() - self._used):

@@ -1,4 +1,4 @@
-"""Writing a layer's expert records: several are made at a time, while others are being written."""
+"""Writing a layer's expert records: while one is read others are packed and written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aegis.checkpoint.checksum import crc32
-from aegis.checkpoint.fileio import PIECE_NBYTES, UncachedWriter, aligned_buffer
+from aegis.checkpoint.fileio import PIECE_NBYTES, PlacedWriter, UncachedWriter, aligned_buffer
 from aegis.checkpoint.overlapped import OverlappedWriter
 
 U8 = NDArray[np.uint8]
@@ -24,7 +24,7 @@ Made = TypeVar("Made")
 Pieces = Callable[[Reader, int], Iterator[tuple[int, U8]]]
 """What a record consists of, read through a reader: pieces, and where in the record each lies."""
 
-_AT_A_TIME = 3
+AT_A_TIME = 3
 """Two would leave the disk alone while both are packed."""
 _LARGE_NBYTES = 24 << 20
 
@@ -42,37 +42,38 @@ def write_records(
     pieces: Pieces[Reader],
     report: Callable[[int], None],
     piece_nbytes: int = PIECE_NBYTES,
+    at_a_time: int = AT_A_TIME,
 ) -> tuple[int, ...]:
     """Write the file of ``count`` records of ``stride`` bytes; their CRC-32s.
 
-    Each reader is used by one thread at a time. What no piece covers is zero. The pieces of a
-    large record have to come in order. ``report`` is told what was written.
+    Each reader is used by one thread at a time, of which there are ``at_a_time``. What no piece
+    covers is zero. The pieces of a large record have to come in order. ``report`` is told what was
+    written.
 
     Raises:
         OSError: it cannot be written.
     """
-    checksums = []
-    with ExitStack() as stack:
-        writer = stack.enter_context(OverlappedWriter(path, piece_nbytes))
-        if is_large(stride):
-            reader = stack.enter_context(opened())
+    if is_large(stride):
+        checksums = []
+        with OverlappedWriter(path, piece_nbytes) as stream, opened() as reader:
             for record in range(count):
-                checksums.append(_write_pieces(writer, stride, pieces(reader, record)))
+                checksums.append(_write_pieces(stream, stride, pieces(reader, record)))
                 report(stride)
-            return tuple(checksums)
+        return tuple(checksums)
+    with ExitStack() as stack:
+        writer = stack.enter_context(PlacedWriter(path, stride * count))
 
-        def make(place: tuple[Reader, U8], record: int) -> tuple[U8, int]:
+        def make(place: tuple[Reader, U8], record: int) -> int:
             reader, data = place
             for offset, piece in pieces(reader, record):
                 data[offset : offset + piece.size] = piece
-            return data, crc32(data)
+            writer.write(record * stride, data)
+            return crc32(data)
 
-        places = [
-            (stack.enter_context(opened()), aligned_buffer(stride)) for _ in range(_AT_A_TIME)
-        ]
-        for data, checksum in stack.enter_context(closing(_in_order(make, places, count))):
+        places = [(stack.enter_context(opened()), aligned_buffer(stride)) for _ in range(at_a_time)]
+        checksums = []
+        for checksum in stack.enter_context(closing(_in_order(make, places, count))):
             checksums.append(checksum)
-            writer.write(data)
             report(stride)
     return tuple(checksums)
 
@@ -98,8 +99,7 @@ def _in_order(
 ) -> Generator[Made, None, None]:
     """``make(place, number)`` for each number, in order, on a thread for each place.
 
-    A place is used again when the next one is asked for, for what was made lies in its memory. The
-    first error ends it. Closing it waits for what is being made.
+    The first error ends it. Closing it waits for what is being made.
     """
     with ThreadPoolExecutor(len(places)) as threads:
         line: deque[tuple[tuple[Reader, U8], Future[Made]]] = deque()

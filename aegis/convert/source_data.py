@@ -1,6 +1,7 @@
 """Tensor data of a checkpoint, read in pieces and packed for a store.
 
-Every function here holds a few pieces in memory, whatever the tensor's size.
+Every function here holds a few pieces in memory, whatever the tensor's size; and one expert's
+matrix where these lie transposed.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class Streams:
         self.piece_nbytes = piece_nbytes
         self._readers: dict[str, tuple[Path, UncachedReader]] = {}
         self._kept: dict[str, tuple[tuple[Path, int, int], U8]] = {}
+        self._whole: tuple[tuple[Path, int, int], U8] | None = None
 
     def __enter__(self) -> Streams:
         return self
@@ -71,6 +73,14 @@ class Streams:
         data = self.read(stream, *place)
         self._kept[stream] = place, data
         return data
+
+    def read_whole(self, path: Path, offset: int, nbytes: int) -> U8:
+        """A range, however large, that stays in memory until another one is asked for here."""
+        place = (path, offset, nbytes)
+        if self._whole is None or self._whole[0] != place:
+            self._whole = None  # There need not be room for two.
+            self._whole = place, self.read("whole", *place)
+        return self._whole[1]
 
     def read(self, stream: str, path: Path, offset: int, nbytes: int) -> U8:
         """Bytes of a file. Each stream keeps its place, so that small ranges share reads."""
@@ -238,8 +248,21 @@ def _read_numbers(
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
+def _read_columns(streams: Streams, weight: SourceWeight, rows: range) -> Raw:
+    """Neighbouring rows of one matrix that lies transposed, as [rows, inputs]."""
+    tensor, (turn, turns) = weight.tensors[0], weight.turn
+    count, inputs, columns = tensor.shape
+    matrix, first = divmod(rows.start * turns, columns)
+    size = tensor.nbytes // count
+    data = streams.read_whole(tensor.path, tensor.offset + matrix * size, size)
+    numbers: Raw = data.view(raw_dtype(weight.format)).reshape(inputs, columns)
+    return numbers[:, first + turn : first + len(rows) * turns : turns].T.copy()
+
+
 def _read_rows(streams: Streams, role: str, weight: SourceWeight, index: int, rows: range) -> Raw:
     """Neighbouring rows of one of a weight's tensors as [rows, items]; those in FP8 as numbers."""
+    if weight.transposed:
+        return _read_columns(streams, weight, rows)
     tensor, row_nbytes = weight.tensors[index], weight.row_nbytes(index)
     turn, turns = weight.turn
     once = turns == 1

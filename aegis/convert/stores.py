@@ -11,12 +11,20 @@ from typing import Any
 
 from aegis.checkpoint.config import COPIED_FILES
 from aegis.checkpoint.hold import Hold, is_held
-from aegis.checkpoint.store import EXPERT_FOLDERS, MANIFEST, RESIDENT, Store, is_store
-from aegis.convert.build import discard, is_being_built, owner_of, remains_of
+from aegis.checkpoint.store import EXPERT_FOLDERS, MANIFEST, RESIDENT, VISION, Store, is_store
+from aegis.convert.build import JOURNAL, discard, is_being_built, owner_of, remains_of
 from aegis.convert.cache import STORE_NAME, cache_folder
 from aegis.errors import StoreError
 
-_OURS = {MANIFEST, f".{MANIFEST}.new", RESIDENT, *EXPERT_FOLDERS.values(), *COPIED_FILES}
+_OURS = {
+    MANIFEST,
+    f".{MANIFEST}.new",
+    RESIDENT,
+    VISION,
+    JOURNAL,
+    *EXPERT_FOLDERS.values(),
+    *COPIED_FILES,
+}
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,8 @@ def quantised(
         }
         for layer, parts in resolved.experts.items()
     }
-    return Resolved({name: aimed(name, w) for name, w in resolved.resident.items()}, experts)
+    resident = {name: aimed(name, weight) for name, weight in resolved.resident.items()}
+    return replace(resolved, resident=resident, experts=experts)
 
 
 def in_3bit(experts: Mapping[str, ExpertSource]) -> dict[str, ExpertSource]:

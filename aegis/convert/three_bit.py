@@ -22,14 +22,16 @@ from aegis.checkpoint.fileio import (
 from aegis.checkpoint.manifest import ROUNDING_3BIT, encode
 from aegis.checkpoint.store import EXPERT_FOLDERS, MANIFEST, Store, expert_file
 from aegis.convert.build import (
+    JOURNAL,
     check_space,
     disk_errors,
     locked,
     partial_folder,
     prepare_parent,
     remove_leftovers,
+    telling_what_is_kept,
 )
-from aegis.convert.journal import Journal, unfinished_of
+from aegis.convert.journal import Journal, begin_again, keep_finished, unfinished_of
 from aegis.convert.records import write_records
 from aegis.errors import StoreError
 from aegis.kernels.base import Weight
@@ -47,7 +49,11 @@ def add_3bit(path: str | Path, progress: Callable[[int, int], None] | None = Non
     """
     folder = Path(path).absolute()
     prepare_parent(folder, "they are added to the store itself, so make that possible")
-    with disk_errors(folder), locked(folder) as alone:
+    with (
+        disk_errors(folder),
+        locked(folder) as alone,
+        telling_what_is_kept(folder / EXPERT_FOLDERS["3bit"], by_aegis=False),
+    ):
         store = Store.open(folder)
         if not store.has_3bit:
             write_3bit(store, progress, alone=alone)
@@ -63,7 +69,8 @@ def write_3bit(
     """Write the 3-bit files of a store that lacks them; the caller holds the store's lock, or is
     not known to be ``alone``.
 
-    store.json is replaced last, so an interrupted run leaves the store as it was. ``write_layer``
+    store.json is replaced last, so an interrupted run leaves the store as it was, and what it has
+    finished to the next one. ``write_layer``
     writes a layer's file and returns its checksums, where there is something better to derive it
     from than the 4-bit one.
     """
@@ -74,6 +81,8 @@ def write_3bit(
     manifest = encode(store.manifest)
     rule = "numbers" if write_layer else f"codes {ROUNDING_3BIT}"
     key = hashlib.sha256(manifest + rule.encode()).hexdigest()
+    if alone:
+        begin_again(target, key)
     unfinished = unfinished_of(target, key) if alone else None
     kept = unfinished.folder if unfinished else None
     if alone:
@@ -90,7 +99,7 @@ def write_3bit(
             progress(done, total)
 
     write = write_layer or partial(_convert_layer, store, report)
-    with partial_folder(target, True, kept) as folder:
+    with partial_folder(target, True, kept, keep_finished, journal_stays=True) as folder:
         journal = unfinished or Journal(folder, key)
         for layer in layout.moe_layers:
             path = folder / expert_file(store.path, layer, "3bit").name
@@ -101,6 +110,7 @@ def write_3bit(
             checksums.append(found)
             report(total * len(checksums) // layers - done)
     write_file(store.path / MANIFEST, encode(store.manifest.with_3bit(tuple(checksums))))
+    (target / JOURNAL).unlink(missing_ok=True)
 
 
 class _Source:

@@ -121,6 +121,9 @@ def _batches(store: Store) -> Iterator[list[_Item]]:
     for name, (size, crc) in manifest.files.items():
         yield [_Item(0, size, crc, Damage(store.path / name, "the contents"))]
     yield list(_resident_items(store))
+    if layout.vision_nbytes:
+        damage = Damage(store.vision_path, "the contents")
+        yield [_Item(0, layout.vision_nbytes, manifest.vision_crc32, damage)]
     kinds: dict[ExpertBits, tuple[tuple[int, ...], ...] | None] = {
         "4bit": manifest.experts_crc32,
         "3bit": manifest.experts_3bit_crc32,

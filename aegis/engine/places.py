@@ -8,9 +8,10 @@ from typing import get_args
 
 from aegis.checkpoint.hub_cache import HubName
 from aegis.checkpoint.store import is_store
-from aegis.convert.cache import cache_folder, hub_store, model_stores
+from aegis.convert.build import partials_of
+from aegis.convert.cache import cache_folder, hub_store, is_named_for, model_stores
 from aegis.convert.identity import embedded_path, model_name
-from aegis.convert.stores import Place, places
+from aegis.convert.stores import Place, place_at, places
 from aegis.engine.sources import EMBEDDED, Named, meaning
 from aegis.errors import StoreError, UsageError
 from aegis.kernels.base import Layout
@@ -42,7 +43,8 @@ def stores_of(named: Named) -> list[Path]:
 
 def find_places(model: str) -> list[Place]:
     """The places that are meant by a name that ``aegis list`` shows, the folder of a store in the
-    cache or of a model, ORG/NAME[@REVISION], synthetic:SHAPE[@SEED], or embedded.
+    cache or of a model, ORG/NAME[@REVISION], synthetic:SHAPE[@SEED], or embedded; or the one where
+    a store would be, had its conversion not been ended.
 
     Raises:
         UsageError: there are none.
@@ -53,6 +55,8 @@ def find_places(model: str) -> list[Place]:
     known = {place.path: place for place in places()}
     if path in known:
         return [known[path]]
+    if not os.path.lexists(path) and partials_of(path):
+        return [place_at(path)]
     if path.is_dir():
         if is_store(path):
             raise UsageError(f"{path} is a store, but not in {cache_folder()}; rm -r deletes it")
@@ -80,5 +84,7 @@ def _is_called(place: Place, model: str) -> bool:
     if model in (place.path.name, place.model):
         return True
     name = HubName.parse(model)
+    if place.store is None:  # What there is of it does not know its revision.
+        return name is not None and "@" not in model and is_named_for(place.path, name.repo)
     revisions = (*place.source.get("revisions", ()), place.source.get("commit"))
     return name is not None and name.repo == place.model and name.revision in revisions

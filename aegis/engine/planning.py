@@ -339,9 +339,8 @@ def _recurrent_nbytes(request: Request) -> int:
 
 def store_nbytes(request: Request) -> int:
     """All files of the store that take space."""
-    layout, kinds = request.layout, {"4bit", request.settings.experts}
-    experts = sum(layout.experts_nbytes(kind) for kind in kinds)
-    return layout.resident_file_nbytes + experts + align_up(request.tokenizer_nbytes, _ROW_ALIGN)
+    store = request.layout.nbytes(request.settings.experts == "3bit")
+    return store + align_up(request.tokenizer_nbytes, _ROW_ALIGN)
 
 
 def _bounced_nbytes(request: Request) -> int:

@@ -118,6 +118,8 @@ class Description:
     prefixes: tuple[str, ...] = TensorMap.prefixes
     ignored: tuple[str, ...] = ()
     """More of ``TensorMap.ignored``."""
+    vision: tuple[str, ...] = ()
+    """As in ``TensorMap``."""
 
 
 def read_shape(
@@ -220,7 +222,9 @@ def tensor_map(model: Description) -> TensorMap:
         blocks=blocks,
     )
     ignored = (*TensorMap.ignored, *tied, *model.ignored)
-    return TensorMap(tuple(resident), experts, model.prefixes, ignored, model.quantize)
+    return TensorMap(
+        tuple(resident), experts, model.prefixes, ignored, model.vision, model.quantize
+    )
 
 
 def _expert_shapes(hidden: int, width: int, bias: bool) -> dict[str, tuple[int, ...]]:

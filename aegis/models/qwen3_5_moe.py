@@ -28,7 +28,8 @@ def describe(config: ModelConfig) -> Description:
         norm_topk_prob=True,
         fused_delta=False,
         prefixes=("model.", "language_model.", "model."),
-        ignored=(r"visual\..*", r"vision_tower\..*", r"mtp\..*"),
+        ignored=(r"mtp\..*",),
+        vision=(r"visual\..*", r"vision_tower\..*"),
         quantize=replace(model.quantize, own_type=("A_log",)),
     )
 

@@ -67,8 +67,7 @@ class _Job:
         self._common = common_direction(bits, recipe.description.shape.hidden_size)
         self._kinds: tuple[ExpertBits, ...] = ("4bit", "3bit") if experts3bit else ("4bit",)
         self._done = 0
-        experts = sum(self.plan.experts_nbytes(kind) for kind in self._kinds)
-        self._total_nbytes = self.plan.resident_file_nbytes + experts
+        self._total_nbytes = self.plan.nbytes(experts3bit)
         self.disk_nbytes = self._total_nbytes + recipe.tokenizer_nbytes
 
     def report_nothing(self) -> None:

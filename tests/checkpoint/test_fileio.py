@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from aegis.checkpoint.fileio import UncachedReader, UncachedWriter, open_uncached
+from aegis.checkpoint.fileio import (
+    PlacedWriter,
+    UncachedReader,
+    UncachedWriter,
+    aligned_buffer,
+    open_uncached,
+)
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="a flag of Linux")
 
@@ -45,6 +53,28 @@ def test_where_direct_files_are_refused_at_open_nothing_else_changes(
             assert (out == data[offset : offset + out.size]).all()
         with pytest.raises(EOFError, match="file ends before byte"):
             reader.read_into(9 * PAGE - out.size + 1, out)
+
+
+@pytest.mark.parametrize("late", [errno.EINVAL, None])
+def test_what_threads_write_in_any_order_is_the_file(
+    tmp_path: Path, late: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where direct writes are refused only when one is tried."""
+    data = aligned_buffer(9 * PAGE)
+    data[:] = np.random.default_rng(0).integers(0, 256, data.size, dtype=np.uint8)
+    real_write = os.pwrite
+
+    def refuse(fd: int, view: memoryview, offset: int) -> int:
+        if late and fcntl.fcntl(fd, fcntl.F_GETFL) & getattr(os, "O_DIRECT", 0):
+            raise OSError(late, os.strerror(late))
+        return real_write(fd, view[: 2 * PAGE], offset)  # and short ones are gone on with
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    with PlacedWriter(tmp_path / "file", data.size) as writer, ThreadPoolExecutor(3) as threads:
+        for page in (6, 0, 3):
+            part = data[page * PAGE : (page + 3) * PAGE]
+            threads.submit(writer.write, page * PAGE, part)
+    assert (tmp_path / "file").read_bytes() == data.tobytes()
 
 
 @pytest.mark.parametrize("refused", [errno.EACCES], indirect=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from aegis.convert.build import (
     prepare_parent,
     remove_leftovers,
 )
-from aegis.errors import StoreError
+from aegis.errors import CheckpointError, StoreError
 
 
 def names(folder: Path) -> list[str]:
@@ -40,6 +42,54 @@ def test_a_failed_folder_vanishes(tmp_path: Path, error: type[BaseException]) ->
     with pytest.raises(error):
         fail()
     assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "kept"),
+    [
+        (KeyboardInterrupt, None, True),
+        (OSError, None, True),
+        (RuntimeError, None, True),
+        (CheckpointError, OSError, True),
+        (CheckpointError, None, False),
+        (CheckpointError, EOFError, False),
+        (StoreError, FileNotFoundError, False),
+    ],
+)
+def test_what_could_be_gone_on_with_stays_unless_the_source_is_to_blame(
+    tmp_path: Path,
+    error: type[BaseException],
+    cause: type[BaseException] | None,
+    kept: bool,
+) -> None:
+    for anything in (False, True):
+
+        def keep(folder: Path, anything: bool = anything) -> bool:
+            (folder / "unfinished").unlink()
+            return anything
+
+        def fail(keep: Callable[[Path], bool] = keep) -> None:
+            with partial_folder(tmp_path / "d", keep=keep) as folder:
+                (folder / "finished").touch()
+                (folder / "unfinished").touch()
+                raise error from (cause and cause())
+
+        with pytest.raises(error):
+            fail()
+        left = [sorted(p.name for p in path.iterdir()) for path in tmp_path.iterdir()]
+        assert left == ([["finished"]] if kept and anything else [])
+
+
+def test_a_failure_of_writing_says_what_was_noted_about_it(tmp_path: Path) -> None:
+    def fail() -> None:
+        with disk_errors(tmp_path):
+            error = OSError(errno.ENOSPC, "full")
+            error.add_note("something is kept")
+            raise error
+
+    with pytest.raises(StoreError) as raised:
+        fail()
+    assert raised.value.__notes__ == ["something is kept"]
 
 
 def test_what_was_there_first_stays_unless_it_is_to_be_replaced(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from aegis.checkpoint.source import Checkpoint
 from aegis.checkpoint.store import Store
 from aegis.convert import convert as convert_module
 from aegis.convert import records
+from aegis.convert.build import JOURNAL
 from aegis.convert.cache import embedded_path
 from aegis.convert.convert import convert
 from aegis.convert.quantize import quantize
@@ -340,13 +341,18 @@ def test_a_killed_conversion_leaves_no_store_and_blocks_nobody(tmp_path: Path, o
     assert [path.name for path in out.iterdir()] == ["s"]
 
 
-def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path, out: Path) -> None:
-    process = start(HALFWAY, write_checkpoint(tmp_path / "m"), out / "s", tmp_path / "go")
+def test_an_interrupted_conversion_leaves_what_is_finished(tmp_path: Path, out: Path) -> None:
+    source = write_checkpoint(tmp_path / "m", num_experts=24)
+    process = start(HALFWAY, source, out / "s", tmp_path / "go")
     wait_until_half(process, tmp_path / "go")
     process.send_signal(signal.SIGINT)
     process.communicate()
     assert process.returncode == 130
-    assert list(out.iterdir()) == []
+    [partial] = out.iterdir()
+    assert {path.name for path in partial.rglob("*.*")} == {"resident.bin", JOURNAL}
+    check_same_values(source, convert(source, out / "s", experts3bit=True))
+    assert [path.name for path in out.iterdir()] == ["s"]
+    assert not list(out.rglob(JOURNAL))
 
 
 def test_two_processes_convert_the_same_model_once(tmp_path: Path, out: Path) -> None:
@@ -383,13 +389,20 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
     assert list(small_disk.iterdir()) == []
 
 
-def test_a_disk_that_fills_up_gives_a_sentence_and_leaves_nothing(
+def test_a_disk_that_fills_up_gives_a_sentence_and_leaves_what_is_finished(
     tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(convert_module, "check_space", lambda *asked: None)
-    with pytest.raises(StoreError, match=r"the disk of .* is full"):
-        convert(write_checkpoint(tmp_path / "m"), small_disk / "s")
-    assert list(small_disk.iterdir()) == []
+    monkeypatch.setattr(convert_module, "check_space", lambda *asked: "")
+    subprocess.run(["mount", "-o", "remount,size=400k", str(small_disk)], check=True)
+    source = write_checkpoint(tmp_path / "m", num_experts=24)
+    for _ in range(2):  # Again and again, until there is room.
+        with pytest.raises(StoreError, match=r"the disk of .* is full") as raised:
+            convert(source, small_disk / "s")
+        assert [note[:30] for note in raised.value.__notes__] == ["1 MiB that are finished are ke"]
+        [partial] = small_disk.iterdir()
+        assert {path.name for path in partial.rglob("*.*")} == {"resident.bin", JOURNAL}
+    subprocess.run(["mount", "-o", "remount,size=2m", str(small_disk)], check=True)
+    check_same_values(source, convert(source, small_disk / "s"))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

@@ -11,7 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 from damages import rewritten, without
-from stores import checkpoint_values, edit_header, edit_json, raw_tensors, rewrite
+from stores import (
+    check_same_store,
+    checkpoint_values,
+    edit_header,
+    edit_json,
+    raw_tensors,
+    rewrite,
+)
 from strategies import write_checkpoint, write_safetensors
 
 from aegis.checkpoint.config import QuantSpec
@@ -238,6 +245,13 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(folder, 1, **OSS, blocks=True, dense=True)
 
 
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with plain experts, each matrix transposed."""
+    folder = tmp_path_factory.mktemp("twin") / "m"
+    return write_checkpoint(folder, 1, model_type="gpt_oss", blocks=True, dense=True)
+
+
 @pytest.mark.parametrize("layout", ["il16", "row"])
 def test_experts_as_published_give_the_files_of_stacked_ones(
     oss: Path, published: Path, tmp_path: Path, layout: Layout
@@ -253,9 +267,38 @@ def test_experts_as_published_give_the_files_of_stacked_ones(
 
 
 @pytest.mark.parametrize("layout", ["il16", "row"])
-def test_rows_in_turn_are_read_once_for_both_matrices(
-    published: Path, tmp_path: Path, layout: Layout, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("quantize", [None, QuantSpec(4, 64), QuantSpec(5, 32)])
+def test_transposed_experts_give_the_store_of_others(
+    twin: Path, tmp_path: Path, layout: Layout, quantize: QuantSpec | None
 ) -> None:
+    names = set(Checkpoint.open(twin).tensors)
+    assert {EXPERTS + "gate_up_proj", EXPERTS + "gate_up_proj_bias"} <= names
+    usual = write_checkpoint(tmp_path / "u", 1, model_type="gpt_oss", dense=True)
+    three = quantize is not None and quantize.bits == 4
+    stores = [
+        convert(
+            source,
+            tmp_path / source.name[0] / "s",
+            layout=layout,
+            quantize=quantize,
+            experts3bit=three,
+            piece_nbytes=1 << 12,
+        )
+        for source in (usual, twin)
+    ]
+    check_same_store(*stores)
+
+
+@pytest.mark.parametrize("layout", ["il16", "row"])
+@pytest.mark.parametrize("name", ["published", "twin"])
+def test_rows_in_turn_are_read_once_for_both_matrices(
+    name: str,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    layout: Layout,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    published: Path = request.getfixturevalue(name)
     ranges, read = list[tuple[int, int]](), Streams.read
 
     def noted(streams: Streams, stream: str, path: Path, offset: int, nbytes: int) -> Any:
@@ -328,6 +371,45 @@ def test_experts_as_published_that_are_damaged_are_refused_by_name(
     damage(folder)
     with pytest.raises(CheckpointError, match=words):
         layout_of_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (without(EXPERTS + "gate_up_proj"), "lacks the experts of layer 1"),
+        (without(EXPERTS + "gate_up_proj_bias"), "lacks the tensor .*gate_up_proj_bias"),
+        (without(EXPERTS + "down_proj"), r"lacks the tensor .*experts\.down_proj;"),
+        (retype(EXPERTS + "down_proj", "I16"), "down_proj is stored as I16"),
+        (reshape(EXPERTS + "down_proj", [6, 128, 64]), r"down_proj has the shape \[6, 128, 64\]"),
+        (reshape(EXPERTS + "gate_up_proj", [768, 128]), r"gate_up_proj has the shape \[768, 128"),
+        (
+            config(
+                lambda c: c.update(
+                    quantization={"group_size": 64, "bits": 4, EXPERTS + "down_proj": {"bits": 8}}
+                )
+            ),
+            "down_proj should be quantised, since config.json says so",
+        ),
+    ],
+)
+def test_transposed_experts_that_are_damaged_are_refused_by_name(
+    twin: Path, tmp_path: Path, damage: Callable[[Path], None], words: str
+) -> None:
+    folder = Path(shutil.copytree(twin, tmp_path / "m"))
+    damage(folder)
+    with pytest.raises(CheckpointError, match=words):
+        layout_of_checkpoint(folder)
+
+
+def test_a_transposed_number_that_is_not_finite_is_refused_by_name(
+    twin: Path, tmp_path: Path
+) -> None:
+    tensors = raw_tensors(twin)
+    tensors[EXPERTS + "gate_up_proj"][1][5, 127, 0] = 0x7F80
+    folder = rewrite(twin, tmp_path / "m", tensors)
+    for quantize in (None, QuantSpec(4, 64)):
+        with pytest.raises(CheckpointError, match=r"experts\.gate_up_proj in .* not finite"):
+            convert(folder, tmp_path / "s", quantize=quantize)
 
 
 @pytest.mark.parametrize("scale", [253, 255])

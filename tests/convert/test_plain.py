@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from strategies import write_checkpoint
 
 from aegis.checkpoint.config import QuantSpec
 from aegis.checkpoint.layout import ExpertBits
+from aegis.checkpoint.source import Checkpoint
 from aegis.checkpoint.store import Store
 from aegis.convert import source_data
 from aegis.convert.convert import convert
+from aegis.convert.source_data import Streams
 from aegis.errors import CheckpointError, StoreError, UsageError
 from aegis.kernels import formats
 from aegis.kernels.base import Format, Layout
@@ -146,7 +149,75 @@ def test_a_plain_checkpoint_gives_the_store_of_the_published_conversion(
     source = published / "hf_bf16"
     ours = convert(source, tmp_path / "s", layout=layout, quantize=QuantSpec(4, 64))
     assert ours.layout.resident["layers.0.mlp.gate"].format.bits == 8
-    check_same_store(ours, convert(published, tmp_path / "t", layout=layout))
+    theirs = convert(published, tmp_path / "t", layout=layout)
+    check_same_store(ours, theirs, vision=name != "qwen3_5_moe")
+
+
+def plain_golden(mx: Any, name: str) -> dict[str, Any]:
+    """The numbers of a golden's tensors in bfloat16, as a plain checkpoint has them."""
+    checkpoint, tensors = Checkpoint.open(GOLDENS / name), raw_tensors(GOLDENS / name)
+    quantization, out = checkpoint.config.quantization, {}
+    assert quantization is not None
+    for tensor, (dtype, raw) in tensors.items():
+        module, _, kind = tensor.rpartition(".")
+        if kind in ("scales", "biases"):
+            continue
+        if dtype != "U32":
+            out[tensor] = (dtype, raw)
+            continue
+        spec = quantization.of(module)
+        assert spec is not None
+        params = [
+            mx.array(tensors[f"{module}.{p}"][1])
+            for p in ("scales", "biases")
+            if f"{module}.{p}" in tensors
+        ]
+        if spec.mode == "affine":
+            params = [each.view(mx.bfloat16) for each in params]
+        numbers = mx.dequantize(
+            mx.array(raw), *params, group_size=spec.group_size, bits=spec.bits, mode=spec.mode
+        )
+        out[tensor] = ("BF16", np.array(numbers.astype(mx.bfloat16).view(mx.uint16)))
+    return out
+
+
+def transposed(tensors: dict[str, Any]) -> dict[str, Any]:
+    """gpt_oss as those publish it who turn mxfp4 into bfloat16."""
+    out, part = dict(tensors), re.compile(r"(.*\.experts)\.gate_proj\.weight")
+    for found in filter(None, map(part.fullmatch, tensors)):
+
+        def take(name: str, prefix: str = found[1]) -> np.ndarray[Any, Any]:
+            raw: np.ndarray[Any, Any] = out.pop(f"{prefix}.{name}")[1]
+            return raw
+
+        experts = found[1]
+        for end, name in ((".weight", ""), (".bias", "_bias")):
+            both = np.stack([take(f"gate_proj{end}"), take(f"up_proj{end}")], axis=2)
+            both = both.reshape(len(both), -1, *both.shape[3:])
+            out[f"{experts}.gate_up_proj{name}"] = ("BF16", both.swapaxes(1, both.ndim - 1))
+            down = take(f"down_proj{end}")
+            out[f"{experts}.down_proj{name}"] = ("BF16", down.swapaxes(1, down.ndim - 1))
+    return out
+
+
+@pytest.mark.parametrize("layout", ["il16", "row"])
+def test_transposed_experts_become_what_mlx_makes_of_them_the_right_way_round(
+    mx: Any, tmp_path: Path, layout: Layout
+) -> None:
+    """Of the golden's own numbers, at 4 and at 3 bits."""
+    numbers = plain_golden(mx, "gpt_oss")
+    none = {"quantization": None, "quantization_config": None}
+    source = rewrite(GOLDENS / "gpt_oss", tmp_path / "t", transposed(numbers), **none)
+    shape = raw_tensors(source)["model.layers.0.mlp.experts.gate_up_proj"][1].shape
+    assert shape == (8, 128, 2 * 64)
+    usual = rewrite(GOLDENS / "gpt_oss", tmp_path / "u", numbers, **none)
+    options: dict[str, Any] = {"layout": layout, "piece_nbytes": 1 << 13}
+    ours = convert(source, tmp_path / "s", experts3bit=True, quantize=QuantSpec(4, 64), **options)
+    coded = {bits: in_mlx_format(mx, usual, tmp_path / f"q{bits}", bits, 64) for bits in (4, 3)}
+    theirs = {bits: convert(coded[bits], tmp_path / f"m{bits}", **options) for bits in coded}
+    assert expert_bytes(ours) == expert_bytes(theirs[4])
+    assert expert_bytes(ours, "3bit") == expert_bytes(theirs[3])
+    check_same_store(*(convert(p, tmp_path / f"p{p.name}", **options) for p in (source, usual)))
 
 
 @pytest.mark.parametrize("quantize", [None, QuantSpec(4, 64)])
@@ -324,3 +395,35 @@ def test_memory_does_not_grow_with_an_expert(tmp_path: Path, layout: str) -> Non
     grown, peak = memory_of_conversion(small, big, tmp_path, layout)
     assert grown < 24 << 20
     assert peak < 300 << 20
+
+
+def test_a_matrix_that_is_turned_is_read_once_and_alone_in_memory(tmp_path: Path) -> None:
+    size, step = 1 << 20, 1 << 12
+    path = tmp_path / "f"
+    path.write_bytes(bytes(range(256)) * (2 * size >> 8))
+    with Streams(step) as streams:
+        tracemalloc.start()
+        try:
+            for at in (0, size):
+                first = id(streams.read_whole(path, at, size))
+                assert id(streams.read_whole(path, at, size)) == first
+            assert size < tracemalloc.get_traced_memory()[1] < size + (size >> 1)
+        finally:
+            tracemalloc.stop()
+        assert streams.read_whole(path, size + 3, 2).tolist() == [3, 4]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_turning_an_expert_takes_little_more_than_its_matrix(tmp_path: Path) -> None:
+    """8 MiB, the record 4, pieces less than 12."""
+    spelling: dict[str, Any] = {"model_type": "gpt_oss", "blocks": True}
+    small = plain(tmp_path / "m", **spelling)
+    big = plain(
+        tmp_path / "b",
+        num_hidden_layers=1,
+        hidden_size=1024,
+        moe_intermediate_size=2048,
+        **spelling,
+    )
+    grown, _ = memory_of_conversion(small, big, tmp_path, "il16")
+    assert grown < 24 << 20

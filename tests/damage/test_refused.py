@@ -64,6 +64,38 @@ def test_damaged_shards_are_refused(
     assert not (tmp_path / "cache").exists()
 
 
+@cases(damage_cases.VISION)
+def test_damage_to_what_is_only_kept_is_refused_too(
+    server: CommandServer, pristine: dict[str, Path], tmp_path: Path, case: Case
+) -> None:
+    folder, cache = damaged(pristine["seeing"], tmp_path / "m", case), tmp_path / "cache"
+    check(server.run("convert", folder, "-q", AEGIS_CACHE=cache), case.words)
+    check(server.run("plan", folder, "-q", "-c", "64", AEGIS_CACHE=cache), case.words)
+    assert not cache.exists()
+
+
+@cases(damage_cases.VISION_STORE)
+def test_a_store_with_damage_to_what_it_keeps_is_refused(
+    server: CommandServer, pristine: dict[str, Path], tmp_path: Path, case: Case
+) -> None:
+    folder = damaged(pristine["seeing store"], tmp_path / "s", case)
+    check(server.run("run", folder, *RUN, AEGIS_CACHE=tmp_path / "cache"), case.words)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_damage_inside_of_what_is_kept_is_found_by_verify_and_met_by_nobody_else(
+    server: CommandServer, pristine: dict[str, Path], tmp_path: Path
+) -> None:
+    case = Case("", damages.flipped("vision.safetensors"), "the contents in vision.safetensors;")
+    folder = damaged(pristine["seeing store"], tmp_path / "s", case)
+    ended = server.run("verify", folder, "-q")
+    assert ended.stdout == f"damaged: the contents in {folder / 'vision.safetensors'}\n"
+    check(Ended(ended.code, "", ended.stderr, ended.grown_nbytes, 0), case.words)
+    sound = server.run("run", pristine["seeing store"], *RUN)
+    ran = server.run("run", folder, *RUN)
+    assert (ran.code, ran.stdout) == (0, sound.stdout)
+
+
 @cases(damage_cases.STORE)
 def test_a_damaged_store_is_refused(
     server: CommandServer, pristine: dict[str, Path], tmp_path: Path, case: Case

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_tools import Failing, python_script
+from fault_tools import Failing, check_kept, contents, python_script
 from strategies import write_checkpoint
 
 from aegis.checkpoint.store import Store
@@ -40,10 +40,8 @@ def sound(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, b
     return contents(convert(source, tmp_path_factory.mktemp("sound") / "s").path)
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
-
+FINISHED = {"resident.bin", "experts/layer_000.bin", "experts/layer_001.bin"}
+"""What is not made again once it is there."""
 
 SENTENCES = {
     errno.ENOSPC: r"the disk of .* is full; make room or choose",
@@ -57,7 +55,7 @@ SENTENCES = {
 
 @pytest.mark.parametrize("error", SENTENCES)
 @pytest.mark.parametrize("names", [("pwrite",), ("fsync",), ("mkdir",), ("rename",)])
-def test_whatever_fails_is_a_sentence_and_leaves_nothing(
+def test_whatever_fails_is_a_sentence_and_leaves_what_is_finished(
     error: int, names: tuple[str, ...], source: Path, sound: dict[str, bytes], tmp_path: Path
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -70,13 +68,22 @@ def test_whatever_fails_is_a_sentence_and_leaves_nothing(
     for at in random.Random(error).sample(calls, min(3, len(calls))):
         with pytest.MonkeyPatch.context() as patch:
             Failing(patch, error, at, *names)
-            with pytest.raises(StoreError, match=SENTENCES[error]):
+            with pytest.raises(StoreError, match=SENTENCES[error]) as raised:
                 convert(source, parent / "s")
         # The very last is to make the rename durable: then all is there.
         if names == ("fsync",) and at == failing.calls:
-            shutil.rmtree(parent / "s")
-        assert list(parent.iterdir()) == []
-    assert contents(convert(source, parent / "s").path) == sound
+            assert contents(parent) == {f"s/{name}": data for name, data in sound.items()}
+            kept = {name: (parent / "s" / name).stat().st_ino for name in sound}
+        else:
+            kept = check_kept(parent, sound, raised.value)
+        # What is finished is there when it is renamed, and nothing before the first fsync is.
+        assert names != ("rename",) or len(kept) == len(FINISHED)
+        assert at > 1 or names == ("rename",) or not kept
+        assert contents(convert(source, parent / "s").path) == sound
+        assert [path.name for path in parent.iterdir()] == ["s"]
+        for name, inode in kept.items():
+            assert (parent / "s" / name).stat().st_ino == inode, f"{name} was written again"
+        shutil.rmtree(parent / "s")
 
 
 @pytest.mark.parametrize("what", ["short", "refused"])
@@ -129,22 +136,32 @@ def test_a_source_that_comes_in_pieces_is_read_whole(
     assert contents(convert(source, tmp_path / "s").path) == sound
 
 
-def test_a_source_that_cannot_be_read_is_what_is_named(source: Path, tmp_path: Path) -> None:
-    for name in ("preadv", "pread"):
+def test_a_source_that_cannot_be_read_is_what_is_named(
+    source: Path, sound: dict[str, bytes], tmp_path: Path
+) -> None:
+    """A disk that does not answer now may do so later: what is finished is kept."""
+    with pytest.MonkeyPatch.context() as patch:
+        reads = Failing(patch, 0, 0, "preadv")
+        convert(source, tmp_path / "counted")
+    for name, after in (("preadv", 8), ("preadv", reads.calls - 1), ("pread", 8)):
+        parent = tmp_path / f"{name}{after}"
         with pytest.MonkeyPatch.context() as patch:
             function, calls = getattr(os, name), 0
 
-            def failing(fd: int, *rest: Any, _function: Any = function) -> Any:
+            def failing(fd: int, *rest: Any, _function: Any = function, after: int = after) -> Any:
                 nonlocal calls
                 calls += 1
-                if calls > 8:
+                if calls > after:
                     raise OSError(errno.EIO, os.strerror(errno.EIO))
                 return _function(fd, *rest)
 
             patch.setattr(os, name, failing)
-            with pytest.raises(CheckpointError, match=r"safetensors cannot be read"):
-                convert(source, tmp_path / "parent" / "s")
-        assert not (tmp_path / "parent").exists() or not any((tmp_path / "parent").iterdir())
+            with pytest.raises(CheckpointError, match=r"safetensors cannot be read") as raised:
+                convert(source, parent / "s")
+        if parent.exists():
+            kept = check_kept(parent, sound, raised.value)
+            assert after <= 8 or "resident.bin" in kept
+        assert contents(convert(source, parent / "s").path) == sound
 
 
 def test_a_copied_file_that_cannot_be_read_is_what_is_named(tmp_path: Path) -> None:
@@ -165,6 +182,7 @@ def test_a_source_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:
     def change(done: int, total: int) -> None:
         os.utime(weights, (1, 1))
 
+    # What is finished is of no use: the source is another one then.
     with pytest.raises(CheckpointError, match="was changed while it was converted"):
         convert(source, tmp_path / "parent" / "s", progress=change)
     assert not any((tmp_path / "parent").iterdir())

@@ -1,34 +1,46 @@
-"""A conversion that was killed goes on where it was, and never with what it did not finish."""
+"""A conversion that was killed or ended goes on where it was, and never with what it did not
+finish."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
+import shlex
 import signal
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from fault_tools import Forked
+from command_here import command_here
+from fault_tools import Failing, Forked, check_kept, contents, journals
+from stores import raw_tensors, rewrite
 from strategies import write_checkpoint
 
 from aegis.checkpoint.config import QuantSpec
-from aegis.checkpoint.overlapped import OverlappedWriter
 from aegis.checkpoint.plainfile import sealed
 from aegis.checkpoint.store import Store
 from aegis.convert import convert as converting
-from aegis.convert import records
+from aegis.convert import records, vision
 from aegis.convert.build import JOURNAL, remove_remains
 from aegis.convert.cache import cached_store_path, ensure_store
 from aegis.convert.convert import convert
+from aegis.convert.three_bit import add_3bit
 from aegis.convert.verify import verify
-from aegis.errors import StoreError
+from aegis.engine.places import find_places
+from aegis.errors import CheckpointError, StoreError, UsageError
 
 LAYERS = 4
+
+
+DISK = ("pwrite", "fsync", "mkdir", "rename", "replace", "unlink", "open")
+"""What changes a disk."""
 
 
 class _Deadly:
@@ -36,7 +48,7 @@ class _Deadly:
 
     def __init__(self, at: int) -> None:
         self.calls, self._at = 0, at
-        for name in ("pwrite", "fsync", "mkdir", "rename", "replace", "unlink", "open"):
+        for name in DISK:
             setattr(os, name, self._counted(getattr(os, name)))
 
     def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,14 +83,18 @@ class Run:
     def _log_writes(self) -> None:
         log = self._log.fileno()
 
-        class Writer(OverlappedWriter):
-            def __init__(self, path: Path, *rest: Any) -> None:
-                within = "experts/" if path.parent.name == "experts" else ""
-                os.write(log, f"{within}{path.name}\n".encode())
-                super().__init__(path, *rest)
+        def logging(writer: type[Any]) -> type[Any]:
+            class Writer(writer):  # type: ignore[misc]
+                def __init__(self, path: Path, *rest: Any) -> None:
+                    within = "experts/" if path.parent.name == "experts" else ""
+                    os.write(log, f"{within}{path.name}\n".encode())
+                    super().__init__(path, *rest)
 
-        for module in (converting, records):
-            vars(module)["OverlappedWriter"] = Writer
+            return Writer
+
+        for module in (converting, records, vision):
+            for name in vars(module).keys() & {"OverlappedWriter", "PlacedWriter"}:
+                vars(module)[name] = logging(vars(module)[name])
 
     def end(self) -> Run:
         """Wait for it."""
@@ -91,26 +107,41 @@ class Run:
         return self
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+KINDS = [
+    ("qwen2_moe", 0, False),
+    ("qwen2_moe", 0, True),
+    ("qwen2_moe", 4, True),
+    ("qwen3_5_moe", 4, False),
+]
+"""A family, to how many bits a plain checkpoint is quantised (0: one with codes), and 3-bit
+experts."""
 
 
-def journals(folder: Path) -> list[set[str]]:
-    return [set(json.loads(path.read_text())["files"]) for path in sorted(folder.rglob(JOURNAL))]
+kinds = pytest.mark.parametrize(
+    ("model_type", "bits", "three"), KINDS, ids=["codes", "3bit", "plain", "vision"]
+)
 
 
-KINDS = [(False, 0, False), (False, 0, True), (True, 4, True)]
-"""Whether the checkpoint is plain, to how many bits it is quantised, and 3-bit experts."""
-
-
-@pytest.mark.parametrize(("plain", "bits", "three"), KINDS, ids=["codes", "3bit", "plain"])
-def test_a_killed_conversion_goes_on_with_what_was_finished(
-    plain: bool, bits: int, three: bool, tmp_path: Path
-) -> None:
+def source_of(model_type: str, bits: int, tmp_path: Path) -> Path:
     source = write_checkpoint(
-        tmp_path / "m", 3, num_hidden_layers=LAYERS, dense=plain, expert_bits=4
+        tmp_path / "c",
+        3,
+        num_hidden_layers=LAYERS,
+        dense=bits > 0,
+        expert_bits=4,
+        model_type=model_type,
     )
+    if model_type == "qwen3_5_moe":
+        picture = ("U8", np.random.default_rng(1).integers(0, 255, 300_001, np.uint8))
+        source = rewrite(source, tmp_path / "m", raw_tensors(source) | {"visual.x": picture})
+    return source
+
+
+@kinds
+def test_a_killed_conversion_goes_on_with_what_was_finished(
+    model_type: str, bits: int, three: bool, tmp_path: Path
+) -> None:
+    source = source_of(model_type, bits, tmp_path)
     whole = Run(source, tmp_path / "whole", bits=bits, three=three).end()
     sound = contents(tmp_path / "whole")
     rng, went_on = random.Random(bits + three), 0
@@ -130,6 +161,43 @@ def test_a_killed_conversion_goes_on_with_what_was_finished(
         assert contents(folder / "s") == sound
         assert [path.name for path in folder.iterdir()] == ["s"]
     assert went_on
+
+
+@kinds
+def test_an_ended_conversion_leaves_what_was_finished_and_goes_on_with_it(
+    model_type: str, bits: int, three: bool, tmp_path: Path
+) -> None:
+    """By Ctrl-C or an error, at any call of the system, twice in a row."""
+    source = source_of(model_type, bits, tmp_path)
+    quantize = QuantSpec(bits, 64) if bits else None
+    options: dict[str, Any] = {"quantize": quantize, "experts3bit": three, "piece_nbytes": 1 << 16}
+    with pytest.MonkeyPatch.context() as patch:
+        counted = Failing(patch, 0, 0, *DISK)
+        sound = contents(convert(source, tmp_path / "whole", **options).path)
+    rng, most = random.Random(bits + three), 0
+    endings = [KeyboardInterrupt(), OSError(errno.ENOSPC, "full"), MemoryError(), RuntimeError()]
+    for number, at in enumerate(sorted(rng.sample(range(2, counted.calls), 8))):
+        folder, kept = tmp_path / f"r{number}", dict[str, int]()
+        folder.mkdir()
+        for further in (at, rng.randint(at // 2 + 1, counted.calls - 1)):
+            ending = type(endings[number % 4])(*endings[number % 4].args)
+            with pytest.MonkeyPatch.context() as patch:
+                Failing(patch, ending, further, *DISK)
+                try:
+                    convert(source, folder / "s", **options)
+                except (KeyboardInterrupt, StoreError, MemoryError, RuntimeError) as error:
+                    if (folder / "s").exists():  # Ended when all was done.
+                        break
+                    found = check_kept(folder, sound, error)
+                else:
+                    break
+            assert found.items() >= kept.items(), "what was finished before is gone"
+            kept, most = found, max(most, len(found))
+        assert contents(convert(source, folder / "s", **options).path) == sound
+        assert [path.name for path in folder.iterdir()] == ["s"]
+        for name, inode in kept.items():
+            assert (folder / "s" / name).stat().st_ino == inode, f"{name} was written again"
+    assert most > LAYERS + three
 
 
 def killed(source: Path, target: Path, bits: int = 0) -> Path:
@@ -219,15 +287,107 @@ def test_a_copied_file_that_the_source_has_no_more_is_not_kept(
     assert not (tmp_path / "d" / "s" / "generation_config.json").exists()
 
 
-def test_a_failure_in_what_is_gone_on_with_leaves_nothing(source: Path, tmp_path: Path) -> None:
-    killed(source, tmp_path / "d" / "s")
+def test_a_failure_in_what_is_gone_on_with_leaves_it_as_it_was(
+    source: Path, tmp_path: Path
+) -> None:
+    """But for what the kill left unfinished."""
+    sound = contents(convert(source, tmp_path / "whole").path)
+    partial = killed(source, tmp_path / "d" / "s")
+    [before] = journals(partial)
+    assert {path.name for path in partial.iterdir()} >= {"tokenizer.json"}
 
     def stop(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as raised:
         convert(source, tmp_path / "d" / "s", progress=stop)
-    assert list((tmp_path / "d").iterdir()) == []
+    assert check_kept(tmp_path / "d", sound, raised.value).keys() == before
+    assert written(source, tmp_path / "d" / "s") == LAYERS + 1 - len(before)
+
+
+def test_a_source_that_is_found_damaged_leaves_nothing_of_what_was_made_of_it(
+    source: Path, tmp_path: Path
+) -> None:
+    """A file that is downloaded again may be another one everywhere."""
+    tensors = raw_tensors(source)
+    name = f"model.layers.{LAYERS - 1}.mlp.switch_mlp.down_proj.scales"
+    tensors[name][1].reshape(-1)[-1] = 0x7FC0
+    damaged = rewrite(source, tmp_path / "damaged", tensors)
+    seen: list[int] = []
+    with pytest.raises(CheckpointError, match="not finite") as raised:
+        convert(damaged, tmp_path / "d" / "s", progress=lambda done, _: seen.append(done))
+    assert len(seen) > LAYERS
+    assert check_kept(tmp_path / "d", {}, raised.value) == {}
+
+
+def test_the_journal_of_a_build_that_was_killed_when_all_was_renamed_goes(
+    source: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "d" / "s"
+    sound = contents(convert(source, target).path)
+    (target / JOURNAL).write_text("{}")
+    assert written(source, target) == 0
+    assert contents(target) == sound
+
+
+def test_what_is_kept_is_deleted_by_the_command_that_the_message_names(
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """In the cache, elsewhere, and inside of a store; nothing else goes."""
+    monkeypatch.setenv("AEGIS_CACHE", str(tmp_path / "cache"))
+    aegis = command_here(capfd, monkeypatch)
+    there = convert(source, tmp_path / "d" / "there").path
+    for destination, three, command in (
+        (cached_store_path(source), False, "aegis rm"),
+        (tmp_path / "d" / "a b", False, "aegis rm"),
+        (there, True, "rm -r"),
+    ):
+        before = contents(tmp_path / "d")
+        place = there if three else destination.parent
+
+        def stop(done: int, total: int) -> None:
+            if 4 * done >= 3 * total:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt) as raised:
+            add_3bit(there, stop) if three else convert(source, destination, progress=stop)
+        [partial] = place.glob(".*.partial-*")
+        said = raised.value.__notes__[0].split("'")[1:-1]
+        words = shlex.split("'".join(said))
+        assert " ".join(words).startswith(command)
+        if words[0] == "aegis":
+            done = aegis(*words[1:], "-y")
+            assert done.stdout.startswith(f"deleted {destination}, "), done
+        else:
+            subprocess.run(words, check=True)
+        assert not partial.exists()
+        assert contents(tmp_path / "d") == before
+    assert aegis("rm", str(tmp_path / "d" / "never"), "-y").returncode == 2
+
+
+def test_what_is_kept_of_a_model_of_the_hub_has_its_name(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AEGIS_CACHE", str(tmp_path / "cache"))
+    snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / ("a" * 40)
+    snapshot.parent.mkdir(parents=True)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    source.rename(snapshot)
+
+    def stop(done: int, total: int) -> None:
+        if 4 * done >= 3 * total:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ensure_store(snapshot, progress=stop)
+    [place] = find_places("org/name")
+    assert (place.state, place.path) == ("unfinished", cached_store_path(snapshot))
+    for other in ("org/nam", "org/name@v1", "or/name"):
+        with pytest.raises(UsageError):
+            find_places(other)
 
 
 def test_what_is_there_needs_no_room(

@@ -1,5 +1,5 @@
-"""SIGINT, SIGTERM and SIGHUP at any moment: the exit code says which, nothing is left behind, and
-nobody sees a traceback. SIGKILL: the next one cleans up."""
+"""SIGINT, SIGTERM and SIGHUP at any moment: the exit code says which, nothing is left behind but
+what is finished, and nobody sees a traceback. SIGKILL: the next one cleans up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from fault_tools import python_script
+from fault_tools import check_kept, contents, python_script
 from small_model import linux
 from strategies import write_checkpoint
 
@@ -175,29 +175,58 @@ main()
 
 def struck(number: int, after: float, cache: Path, *arguments: str) -> int:
     """The exit code of a command that a signal strikes while it converts."""
+    return struck_saying(number, after, cache, *arguments)[0]
+
+
+def struck_saying(number: int, after: float, cache: Path, *arguments: str) -> tuple[int, str]:
+    """The same, and what it says about what it keeps."""
     done = python_script(
         IN_CONVERSION, str(int(number)), str(after), *arguments, env={"AEGIS_CACHE": str(cache)}
     )
     assert done.stderr == "" or "error" not in done.stderr
     assert "Traceback" not in done.stderr
-    return done.returncode
+    kept = [line for line in done.stderr.splitlines() if "are kept" in line]
+    assert len(kept) < 2
+    return done.returncode, "".join(kept)
+
+
+def check_left(cache: Path, source: Path, said: str) -> set[str]:
+    """What an ended conversion kept, and that the next one goes on with it."""
+    sound = contents(convert(source, cache.parent / "whole").path)
+    error = KeyboardInterrupt()
+    if said:
+        error.add_note(said)
+    kept = check_kept(cache, sound, error)
+    store = ensure_store(source)
+    assert contents(store.path) == sound
+    assert list(cache.iterdir()) == [store.path]
+    for name, inode in kept.items():
+        assert (store.path / name).stat().st_ino == inode
+    return set(kept)
 
 
 @pytest.mark.parametrize("number", ENDING)
 @pytest.mark.parametrize("after", [0.01, 0.99])
-def test_a_conversion_that_is_ended_leaves_nothing(
-    number: int, after: float, tmp_path: Path
+def test_a_conversion_that_is_ended_leaves_what_is_finished(
+    number: int, after: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, cache = write_checkpoint(tmp_path / "m"), tmp_path / "cache"
-    assert struck(number, after, cache, "convert", str(source)) == 128 + number
-    assert list(cache.iterdir()) == []
+    monkeypatch.setenv("AEGIS_CACHE", str(cache))
+    code, said = struck_saying(number, after, cache, "convert", str(source))
+    assert code == 128 + number
+    expected = {0.01: set(), 0.99: {"resident.bin", "experts/layer_000.bin"}}[after]
+    assert check_left(cache, source, said) == expected
 
 
-def test_a_run_that_is_ended_while_it_converts_leaves_nothing(tmp_path: Path) -> None:
+def test_a_run_that_is_ended_while_it_converts_leaves_what_is_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, cache = write_checkpoint(tmp_path / "m"), tmp_path / "cache"
+    monkeypatch.setenv("AEGIS_CACHE", str(cache))
     arguments = ("run", str(source), "hello", "--raw", *SMALL)
-    assert struck(signal.SIGTERM, 0.5, cache, *arguments) == 143
-    assert list(cache.iterdir()) == []
+    code, said = struck_saying(signal.SIGTERM, 0.6, cache, *arguments)
+    assert code == 143
+    assert "resident.bin" in check_left(cache, source, said)
 
 
 def test_a_killed_conversion_is_made_whole_and_its_remains_go(
