@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aegis.engine.comparison import Comparison, Distance, log_sum, windows
+from aegis.engine.comparison import Comparison, Distance, log_sum, read_libraries, windows
 from aegis.engine.logits_file import LogitsFile, disk_folder, logits_nbytes
 from aegis.errors import LogitsError, UsageError
 
@@ -127,6 +127,7 @@ def compare(
 
         one = _likelihood(first, ids, stride, shown[0], keep)
         file.written()
+        read_libraries()
         other = _likelihood(second, ids, stride, shown[1], look)
     return one, other, comparison.result()
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-_PIECE_NBYTES = 256 << 10
+_PIECE_NBYTES = 128 << 10
 """Written or read at once: these buffers are in the plan's reserve."""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import re
 import sys
@@ -50,23 +49,13 @@ def peak_nbytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def _mappings() -> list[tuple[int, int, bool, str]]:
-    """Start, end, whether it is code, and path of every file that is mapped, whatever the caller's
-    program has."""
-    found = []
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/maps").read_bytes().split(b"\n"):
-            place, slash, rest = line.partition(b"/")
-            if slash:
-                where, permissions = place.split()[:2]
-                start, end = (int(number, 16) for number in where.split(b"-"))
-                found.append((start, end, b"x" in permissions, os.fsdecode(slash + rest)))
-    return found
-
-
 def _loaded_files() -> set[str]:
     """Shared libraries and Python files that importing has pulled into the page cache."""
-    files = {path for *_, path in _mappings()}
+    files: set[str] = set()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/maps").read_bytes().split(b"\n"):
+            _, slash, rest = line.partition(b"/")
+            files.add(os.fsdecode(slash + rest))  # Whatever the caller's program has mapped.
     for module in list(sys.modules.values()):
         # What stands in sys.modules need be no module: some answer every name, with anything.
         with contextlib.suppress(Exception):
@@ -75,31 +64,12 @@ def _loaded_files() -> set[str]:
     return {file for file in files if file.startswith("/") and not file.startswith("/dev")}
 
 
-def _read_no_page_around() -> None:
-    """Have a page that is needed of a library read alone: with the read-ahead of some disks each
-    function that is called for the first time would bring 8 MiB."""
-    import ctypes
-
-    try:
-        madvise = ctypes.CDLL(None).madvise
-    except (AttributeError, OSError):  # no such library to be asked
-        return
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    mappings = _mappings()
-    libraries = {path for *_, code, path in mappings if code}
-    for start, end, _, path in mappings:
-        if path in libraries:
-            madvise(start, end - start, mmap.MADV_RANDOM)
-
-
 def drop_loaded_pages() -> None:
     """Ask the kernel to drop the parts of loaded files that were read but are not mapped.
 
     Reading ahead while importing leaves tens of MiB of page cache that the process, or its
     container, is charged for. Mapped pages stay; dropped ones come back when they are needed.
     """
-    if sys.platform == "linux":
-        _read_no_page_around()
     for file in _loaded_files():
         with contextlib.suppress(OSError):
             fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)

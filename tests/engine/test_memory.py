@@ -2,7 +2,6 @@
 
 import mmap
 import os
-import re
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -66,24 +65,3 @@ def test_a_process_may_have_a_name_that_ends_in_the_middle_of_a_character() -> N
     )
     done = python_script(code)
     assert not done.returncode, done.stderr
-
-
-@linux
-def test_a_page_of_a_library_that_is_needed_later_comes_alone(tmp_path: Path) -> None:
-    """Where a disk reads 8 MiB ahead, an evaluation was 2 MiB above its cap for its last calls.
-    What the caller's program has mapped itself is read as it was."""
-    data = tmp_path / "data"
-    data.write_bytes(bytes(4096))
-    alone = {}
-    with data.open("rb") as file, mmap.mmap(file.fileno(), 4096, prot=mmap.PROT_READ):
-        memory.drop_loaded_pages()
-        path = ""
-        for line in Path("/proc/self/smaps").read_text(errors="replace").splitlines():
-            if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
-                path = line[line.find("/") :] if "/" in line else ""
-            elif line.startswith("VmFlags:") and path:
-                alone.setdefault(path, set()).add("rr" in line.split())
-    assert alone[str(data)] == {False}
-    libraries = [found for path, found in alone.items() if path.endswith(".so")]
-    assert libraries
-    assert all(found == {True} for found in libraries)
