@@ -252,7 +252,7 @@ def test_no_more_than_256_mib_and_a_quarter_of_the_free_space_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Disk:
-        f_frsize = 1
+        f_frsize = f_blocks = 1
 
         def __init__(self, free: int) -> None:
             self.f_bavail = free
