@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -272,6 +272,7 @@ def four_bit(seed: int, rows: int, fmt: Format) -> tuple[MlxArrays, NDArray[Any]
 
 
 @given(seeds, affine)
+@example(196, Format("affine", "f32", 2, 32))  # two neighbours in float32, which both suit
 def test_3bit_groups_are_fitted_or_kept_whichever_errs_less(seed: int, fmt: Format) -> None:
     fmt = replace(fmt, bits=4)
     four, codes = four_bit(seed, 2, fmt)
@@ -295,7 +296,8 @@ def test_3bit_groups_are_fitted_or_kept_whichever_errs_less(seed: int, fmt: Form
         moved = rounded(Fraction(bias) + Fraction(scale) * min(group), fmt)
         kept = [code - min(group) for code in group], (scale, moved)
         lost, least = (missed(values, *three) for three in (fitted, kept))
-        if lost != least and (least == 0 or abs(lost - least) > lost / 10**12):
+        # Smaller differences of squares are below what float64 holds of the terms.
+        if abs(lost - least) > len(group) * Fraction(scale) ** 2 / 2**36:
             assert found == (kept if least < lost else fitted)
         assert found in (kept, fitted)
 
