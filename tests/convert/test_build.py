@@ -149,3 +149,17 @@ def test_other_failures_of_writing_become_a_sentence(tmp_path: Path) -> None:
         disk_errors(tmp_path),
     ):
         raise OSError(5, "Input/output error")
+
+
+def test_a_lock_is_let_go_of_when_its_file_cannot_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EIO, "broken", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refused)
+        with pytest.raises(OSError, match="broken"), locked(tmp_path / "s"):
+            pass
+    with locked(tmp_path / "s", lambda: pytest.fail("somebody still holds it")) as alone:
+        assert alone
