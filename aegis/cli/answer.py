@@ -139,6 +139,7 @@ def generate(
         ignore_eos=options["ignore_eos"] or options["forced"],
     )
     for step in steps:
+        last = stopped()  # Before its text is seen: whoever interrupts then means the answer.
         if step.token is not None:
             answer.clock.tick()
             answer.token_ids.append(step.token)
@@ -146,7 +147,7 @@ def generate(
         if step.text:
             write(step.text)
         answer.finish_reason = step.finish_reason
-        if stopped():
+        if last:
             break
     return answer
 

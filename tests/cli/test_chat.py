@@ -11,6 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from aegis import Engine
+from aegis.cli.answer import generate
+from aegis.engine.sampling import Sampler
+
 pty = pytest.importorskip("pty")
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
@@ -138,3 +142,14 @@ def test_a_template_that_refuses_a_line_does_not_end_the_chat(talk: Talk) -> Non
     assert "refuses these messages: Not that." in talk.until("> ")
     talk.type("yes")
     assert "error" not in talk.until("> ")
+
+
+def test_an_answer_has_begun_before_its_first_text_is_seen(small_model: str) -> None:
+    """Ctrl-C between the two said that there was none yet."""
+    seen: list[str | None] = []
+    options = {"max_tokens": 4, "stop": (), "ignore_eos": True, "forced": False}
+    with Engine.open(small_model, cap="1GiB", backend="reference", context=64) as engine:
+        ids, sampler = engine.tokenizer.encode("one two"), Sampler()
+        generate(engine, ids, options, sampler, seen.append, lambda: bool(seen.append(None)))
+    assert seen[0] is None
+    assert any(seen)
