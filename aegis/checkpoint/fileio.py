@@ -197,7 +197,11 @@ class PlacedWriter(_NewFile):
 
     def __init__(self, path: Path, nbytes: int) -> None:
         super().__init__(path)
-        os.truncate(self._fd, nbytes)  # Writes that lengthen a file wait for each other.
+        try:
+            os.truncate(self._fd, nbytes)  # Writes that lengthen a file wait for each other.
+        except OSError:
+            os.close(self._fd)
+            raise
 
     def __enter__(self) -> PlacedWriter:
         return self

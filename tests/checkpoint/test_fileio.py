@@ -84,3 +84,19 @@ def test_a_file_that_may_not_be_opened_is_not_tried_another_way(
     (tmp_path / "file").write_bytes(b"1")
     with pytest.raises(PermissionError):
         open_uncached(tmp_path / "file", os.O_RDONLY)
+
+
+def test_a_file_that_cannot_be_made_as_long_as_it_will_be_is_let_go_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(fd: int, nbytes: int) -> None:
+        raise OSError(errno.EFBIG, "too large")
+
+    monkeypatch.setattr(os, "truncate", refused)
+    free = os.dup(0)  # the lowest number that is free
+    os.close(free)
+    with pytest.raises(OSError, match="too large"):
+        PlacedWriter(tmp_path / "file", PAGE)
+    again = os.dup(0)
+    os.close(again)
+    assert again == free
