@@ -71,8 +71,8 @@ class Vocabulary:
         names = [name for name in (*FILES, *_OTHERS) if (folder / name).exists()]
         if TOKENIZER_JSON in names:
             return cls("tokenizers", (TOKENIZER_JSON,))
-        config = _read(folder / TOKENIZER_CONFIG)
-        model_type = _read(folder / "config.json").get("model_type")
+        config = read_json(folder / TOKENIZER_CONFIG)
+        model_type = read_json(folder / "config.json").get("model_type")
         found = cls.among(names, config, model_type)
         if found is None:
             raise TokenizerError(_missing(folder, names, config))
@@ -158,7 +158,12 @@ def _is_kimi(config: Mapping[str, Any]) -> bool:
     return any(isinstance(name, str) and name.endswith(_KIMI) for name in names)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in one of a tokenizer's files, {} where there is no such file.
+
+    Raises:
+        TokenizerError: it cannot be read as one.
+    """
     try:
         return read_object(path)
     except FileNotFoundError:

@@ -297,16 +297,13 @@ class _Job:
 
     def _resident(self, path: Path, journal: Journal) -> dict[str, int]:
         names, nbytes = self.plan.resident, self.plan.resident_file_nbytes
-        found = journal.finished(path, nbytes, len(names))
-        if found is not None:
-            self._report(nbytes)
-            return dict(zip(names, found, strict=True))
-        checksums = self._write_resident(path)
-        journal.note(path, list(checksums.values()))
-        return checksums
+        make = partial(self._write_resident, path)
+        return dict(
+            zip(names, journal.fill(path, nbytes, len(names), make, self._report), strict=True)
+        )
 
-    def _write_resident(self, path: Path) -> dict[str, int]:
-        checksums = {}
+    def _write_resident(self, path: Path) -> list[int]:
+        checksums = []
         with (
             Streams(self._piece_nbytes) as streams,
             OverlappedWriter(path, self._piece_nbytes) as writer,
@@ -320,37 +317,32 @@ class _Job:
                 ):
                     crc = zlib.crc32(piece.data, crc)
                     writer.write(piece)
-                checksums[name] = crc
+                checksums.append(crc)
                 writer.pad_to(RECORD_ALIGN)
                 self._report(writer.written - start)
         return checksums
 
     def _experts(self, folder: Path, journal: Journal) -> Checksums:
         (folder / EXPERT_FOLDERS["4bit"]).mkdir(exist_ok=True)
-        layers, nbytes = [], self.plan.experts.stride * self.plan.num_experts
+        layers, count = [], self.plan.num_experts
+        nbytes = self.plan.experts.stride * count
         for layer in self.plan.moe_layers:
-            sources, path = self._resolved.experts[layer], expert_file(folder, layer)
-            found = journal.finished(path, nbytes, self.plan.num_experts)
-            if found is not None:
-                self._report(nbytes)
-            else:
-                found = self._write_layer(path, self.plan.experts, sources)
-                journal.note(path, found)
-            layers.append(found)
+            path = expert_file(folder, layer)
+            sources = self._resolved.experts[layer]
+            make = partial(self._write_layer, path, self.plan.experts, sources)
+            layers.append(journal.fill(path, nbytes, count, make, self._report))
         return tuple(layers)
 
     def _vision(self, path: Path, journal: Journal) -> int:
         nbytes = self.plan.vision_nbytes
         if not nbytes:
             return 0
-        found = journal.finished(path, nbytes, 1)
-        if found is not None:
-            self._report(nbytes)
-        else:
+
+        def make() -> list[int]:
             with Streams(self._piece_nbytes) as streams:
-                found = (write_vision(path, self._resolved.vision, streams, self._report),)
-            journal.note(path, found)
-        return found[0]
+                return [write_vision(path, self._resolved.vision, streams, self._report)]
+
+        return journal.fill(path, nbytes, 1, make, self._report)[0]
 
     def write_3bit(self, store: Store, alone: bool = True) -> None:
         """Add 3-bit experts, from a plain checkpoint's own numbers rather than from 4-bit codes."""
@@ -413,9 +405,7 @@ class _Job:
                 ends[part] += piece.size
 
 
-def _in_step(
-    streams: Mapping[str, Iterator[U8]],
-) -> Iterator[tuple[str, U8]]:
+def _in_step(streams: Mapping[str, Iterator[U8]]) -> Iterator[tuple[str, U8]]:
     """The next piece of each, with its name, until none has more."""
     for pieces in zip_longest(*streams.values()):
         for name, piece in zip(streams, pieces, strict=True):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from aegis.checkpoint.fileio import sync_folder, write_file
@@ -39,22 +39,33 @@ class Journal:
         """What the folder takes of the disk: unfinished files too, which make room for others."""
         return files_nbytes(self.folder)
 
-    def finished(self, path: Path, nbytes: int, count: int) -> tuple[int, ...] | None:
-        """The checksums of a file that is finished; None: nothing is left in its place."""
+    def fill(
+        self,
+        path: Path,
+        nbytes: int,
+        count: int,
+        make: Callable[[], Sequence[int]],
+        report: Callable[[int], None] = lambda nbytes: None,
+    ) -> tuple[int, ...]:
+        """The ``count`` checksums of a file of so many bytes: of the one that is finished, of which
+        ``report`` is told, or of what ``make`` writes in its place."""
         found = self._files.get(self._name(path), ())
         if len(found) == count and path.is_file() and path.stat().st_size == nbytes:
+            report(nbytes)
             return found
         path.unlink(missing_ok=True)
-        return None
+        made = tuple(make())
+        self._note(path, made)
+        return made
 
     def names(self, path: Path) -> bool:
         """Whether a file is among the finished ones."""
         return self._name(path) in self._files
 
-    def note(self, path: Path, checksums: Sequence[int]) -> None:
+    def _note(self, path: Path, checksums: tuple[int, ...]) -> None:
         """A file is finished and on the disk."""
         sync_folder(path.parent)
-        self._files[self._name(path)] = tuple(checksums)
+        self._files[self._name(path)] = checksums
         write_file(self.folder / JOURNAL, sealed({"key": self.key, "files": self._files}))
 
     def _name(self, path: Path) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,9 +70,8 @@ def write_3bit(
     not known to be ``alone``.
 
     store.json is replaced last, so an interrupted run leaves the store as it was, and what it has
-    finished to the next one. ``write_layer``
-    writes a layer's file and returns its checksums, where there is something better to derive it
-    from than the 4-bit one.
+    finished to the next one. ``write_layer`` writes a layer's file and returns its checksums,
+    where there is something better to derive it from than the 4-bit one.
     """
     layout = store.layout
     if layout.experts_3bit is None:
@@ -81,9 +80,10 @@ def write_3bit(
     manifest = encode(store.manifest)
     rule = "numbers" if write_layer else f"codes {ROUNDING_3BIT}"
     key = hashlib.sha256(manifest + rule.encode()).hexdigest()
+    unfinished = None
     if alone:
         begin_again(target, key)
-    unfinished = unfinished_of(target, key) if alone else None
+        unfinished = unfinished_of(target, key)
     kept = unfinished.folder if unfinished else None
     if alone:
         remove_leftovers(store.path, target, kept)
@@ -103,11 +103,8 @@ def write_3bit(
         journal = unfinished or Journal(folder, key)
         for layer in layout.moe_layers:
             path = folder / expert_file(store.path, layer, "3bit").name
-            found = journal.finished(path, total // layers, layout.num_experts)
-            if found is None:
-                found = write(path, layer)
-                journal.note(path, found)
-            checksums.append(found)
+            make = partial(write, path, layer)
+            checksums.append(journal.fill(path, total // layers, layout.num_experts, make))
             report(total * len(checksums) // layers - done)
     write_file(store.path / MANIFEST, encode(store.manifest.with_3bit(tuple(checksums))))
     (target / JOURNAL).unlink(missing_ok=True)
@@ -124,15 +121,8 @@ class _Source:
             raise StoreError(f"{path} cannot be read: {error.strerror}") from error
         self._record = aligned_buffer(stride)
 
-    def __enter__(self) -> _Source:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Close the file."""
         self._reader.close()
 
     def record(self, expert: int) -> U8:
@@ -158,7 +148,9 @@ def _convert_layer(
 ) -> tuple[int, ...]:
     layout, old, new = store.layout, store.layout.geometry("4bit"), store.layout.geometry("3bit")
     checksums = store.expert_checksums()[layout.moe_layers.index(layer)]
-    opened = partial(_Source, expert_file(store.path, layer), old.stride, checksums, layer)
+
+    def opened() -> closing[_Source]:
+        return closing(_Source(expert_file(store.path, layer), old.stride, checksums, layer))
 
     def pieces(source: _Source, expert: int) -> Iterator[tuple[int, U8]]:
         record = source.record(expert)

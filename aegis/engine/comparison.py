@@ -26,6 +26,11 @@ def log_sum(logits: NDArray[np.float32]) -> float:
     return float(np.log(total)) + peak
 
 
+def nll(logits: NDArray[np.float32], token: int) -> float:
+    """-ln softmax(logits)[token], summed in float64."""
+    return log_sum(logits) - float(logits[token])
+
+
 @dataclass(frozen=True)
 class Window:
     """Positions ``start`` to ``end`` are computed afresh, those from ``first`` on are looked at."""

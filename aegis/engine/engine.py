@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import numpy as np
 
-from aegis.engine.comparison import log_sum
+from aegis.engine.comparison import nll
 from aegis.engine.logits_room import LogitsRoom
 from aegis.engine.lookahead import Lookahead
 from aegis.engine.opening import Opened, open_model
@@ -317,7 +317,7 @@ class Engine:
 
         def note(at: int, logits: NDArray[np.float32]) -> None:
             if at + 1 < len(ids):
-                out[at] = log_sum(logits) - float(logits[ids[at + 1]])
+                out[at] = nll(logits, ids[at + 1])
 
         self._visit(ids, 0, note)
         return out

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aegis.engine.comparison import log_sum
+from aegis.engine.comparison import nll
 from aegis.engine.sampling import Sampler
 from aegis.errors import LogitsError
 
@@ -79,13 +79,13 @@ class ForcedSampler(Sampler):
         """
         del history
         token = next(self._tokens)
-        nll = log_sum(logits) - float(logits[token])
-        if not math.isfinite(nll):
+        lost = nll(logits, token)
+        if not math.isfinite(lost):
             raise LogitsError(
-                f"the model's logits give token {token} a likelihood of {nll}; run `aegis verify`"
+                f"the model's logits give token {token} a likelihood of {lost}; run `aegis verify`"
                 " on the store"
             )
         self._digest.update(np.ascontiguousarray(logits, "<f4").data)
-        self._nll += nll
+        self._nll += lost
         self._count += 1
         return token

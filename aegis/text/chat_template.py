@@ -8,7 +8,8 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aegis.checkpoint.plainfile import FileDamageError, read_object, read_regular
+from aegis.checkpoint.plainfile import FileDamageError, read_regular
+from aegis.checkpoint.vocabulary import read_json
 from aegis.errors import TokenizerError, UsageError
 
 if TYPE_CHECKING:
@@ -139,13 +140,7 @@ def _read_text(path: Path) -> str:
 
 
 def _read_legacy(folder: Path) -> Mapping[str, Any]:
-    path = folder / "chat_template.json"
-    try:
-        return read_object(path)
-    except FileNotFoundError:
-        return {}
-    except FileDamageError as error:
-        raise TokenizerError(error.about(path)) from error
+    return read_json(folder / "chat_template.json")
 
 
 def _from_config(config: Mapping[str, Any], origin: str) -> dict[str, ChatTemplate]:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aegis.checkpoint.plainfile import FileDamageError, read_object, shown, shown_name
+from aegis.checkpoint.plainfile import shown, shown_name
+from aegis.checkpoint.vocabulary import read_json
 from aegis.errors import TokenizerError
 
 if TYPE_CHECKING:
@@ -158,16 +159,6 @@ def _list(value: Any) -> list[Any]:
 
 def _state(token: tokenizers.AddedToken) -> dict[str, bool]:
     return {flag: bool(getattr(token, flag)) for flag in _FLAGS}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in path, {} where there is no such file."""
-    try:
-        return read_object(path)
-    except FileNotFoundError:
-        return {}
-    except FileDamageError as error:
-        raise TokenizerError(error.about(path)) from error
 
 
 def eos_ids(config: Mapping[str, Any]) -> frozenset[int]:

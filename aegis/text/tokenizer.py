@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aegis import heap
-from aegis.checkpoint.vocabulary import Vocabulary
+from aegis.checkpoint.vocabulary import Vocabulary, read_json
 from aegis.errors import TokenizerError, UsageError, shown
 from aegis.text import library, loader, made
 from aegis.text.chat_template import ChatTemplate, ChatTemplates, Message, plain
 from aegis.text.control import ControlTokens
-from aegis.text.token_files import TokenFiles, eos_ids, read_json, vocab_size
+from aegis.text.token_files import TokenFiles, eos_ids, vocab_size
 
 if TYPE_CHECKING:
     import tokenizers

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from families import FAMILIES
+from fault_tools import contents
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from stores import expert_values, resident_values
@@ -29,11 +30,6 @@ from aegis.synthetic.write import make
 from aegis.text.tokenizer import Tokenizer
 
 BACKENDS = [name for name in ("native", "reference") if registry.reason(name) is None]
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 @pytest.mark.parametrize("layout", ["il16", "row"])
