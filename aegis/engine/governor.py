@@ -206,9 +206,13 @@ class GroupGauge:
 
     def room(self) -> int:
         """Bytes until the limit. Page cache only counts where it makes a difference: telling it
-        apart takes several times as long."""
+        apart takes several times as long. Some of it is left to the kernel, which, with little to
+        choose from, drops code that is running and has to be read again."""
         room = self._group.limit - FULL_NBYTES - self.taken()
-        return room if room >= NEAR_NBYTES else room + self._droppable()
+        if room >= NEAR_NBYTES:
+            return room
+        room += self._droppable()
+        return min(room, max(0, room - NEAR_NBYTES))
 
     def _droppable(self) -> int:
         """Page cache that no process maps: the kernel drops it before it refuses memory."""

@@ -395,14 +395,20 @@ class TestGauges:
         without.close()
         (tmp_path / "memory.stat").write_text(stat.format(30 * MIB, 10 * MIB, 5 * MIB))
         gauge = GroupGauge(group)
-        assert gauge.room() == MIB - FULL_NBYTES + 15 * MIB
+        assert gauge.room() == MIB - FULL_NBYTES + 15 * MIB - NEAR_NBYTES
         usage.write_text(f"{95 * MIB}\n")
         assert gauge.room() == 5 * MIB - FULL_NBYTES
         usage.write_text(f"{99 * MIB}\n")
         (tmp_path / "memory.stat").write_text(stat.format(10 * MIB, 10 * MIB, 5 * MIB))
         assert gauge.room() == MIB - FULL_NBYTES
         (tmp_path / "memory.stat").write_text(stat.format(8 * MIB, 0, 0).partition("\n")[0])
-        assert gauge.room() == MIB - FULL_NBYTES + 8 * MIB
+        assert gauge.room() == MIB - FULL_NBYTES + 8 * MIB - NEAR_NBYTES
+        (tmp_path / "memory.stat").write_text(stat.format(NEAR_NBYTES - 1, 0, 0))
+        assert gauge.room() == 0
+        # What is left to the kernel is nothing to stop for, but what even that lacks is.
+        usage.write_text(f"{105 * MIB}\n")
+        assert gauge.room() == 100 * MIB - FULL_NBYTES - 105 * MIB + NEAR_NBYTES - 1
+        usage.write_text(f"{99 * MIB}\n")
         told = gauge.exceeded()
         assert "99 MiB of the 100 MiB" in told
         assert str(source) in told
