@@ -1,5 +1,6 @@
 """Hypothesis profiles, and a guard that the installed package is what gets tested."""
 
+import gc
 import os
 import shutil
 import signal
@@ -73,6 +74,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first; all else as it was."""
     places = {ROOT / "tests" / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+def pytest_collection_finish() -> None:
+    """Opening a model collects garbage; what is there by now is none, and need not be looked at
+    each time."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

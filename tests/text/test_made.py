@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from aegis.checkpoint.vocabulary import Vocabulary, tokenizer_nbytes
@@ -115,6 +115,7 @@ def grown(draw: st.DrawFn) -> list[bytes]:
     return BYTES + (draw(st.permutations(pool[2:])) if draw(st.booleans()) else pool[2:])
 
 
+@settings(max_examples=40)
 @given(grown(), st.lists(st.text("ab", min_size=1, max_size=24), min_size=1, max_size=8))
 @example([*BYTES, b"ba", b"ab", b"aba"], ["ababa", "abbaba", "babab", "abaab"])
 # The last token is one only where it is a whole word: bb is joined before.
