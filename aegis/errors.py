@@ -23,6 +23,18 @@ def shown(value: Any) -> str:
         return "a number of thousands of digits"
 
 
+class Note(str):
+    """What aegis itself adds to an exception for the user: ``error.add_note(Note(...))``."""
+
+    __slots__ = ()
+
+
+def notes_of(error: BaseException) -> list[Note]:
+    """Those of an exception's notes that are for the user. Others add theirs too: since 3.12 Python
+    says which attribute of which class it was at when something ended the making of a class."""
+    return [note for note in getattr(error, "__notes__", ()) if isinstance(note, Note)]
+
+
 class AegisError(Exception):
     """Base of all aegis errors; ``str(error)`` is one sentence for the user."""
 

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from aegis.convert.build import JOURNAL, owner_of
+from aegis.errors import notes_of
 from aegis.tiers import PythonReadPool, ReadPool
 
 POOLS = ("python", "native")
@@ -241,7 +242,7 @@ def check_kept(folder: Path, sound: Mapping[str, bytes], error: BaseException) -
     if not left:
         assert list(folder.iterdir()) == []
     nbytes = sum(path.stat().st_size for path in left)
-    notes = getattr(error, "__notes__", [])
+    notes = notes_of(error)
     assert len(notes) == bool(left)
     for note in notes:
         size = f"{-(-nbytes >> 20)} MiB"

@@ -14,7 +14,7 @@ import click
 from aegis.cli.signals import Ended, ending, ignore
 from aegis.cli.streams import forget, prepare_streams, tell
 from aegis.cli.wrong_usage import sentence
-from aegis.errors import BARE_SOURCES, AegisError
+from aegis.errors import BARE_SOURCES, AegisError, notes_of
 
 INTERRUPTED = 130
 VERBS = (
@@ -130,7 +130,7 @@ def _noting(notes: list[str]) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        notes += getattr(error, "__notes__", ())
+        notes += notes_of(error)
         raise
 
 

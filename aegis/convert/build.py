@@ -24,7 +24,7 @@ from pathlib import Path
 
 from aegis.checkpoint.fileio import sync_folder
 from aegis.checkpoint.storage import free_nbytes
-from aegis.errors import AegisError, StoreError
+from aegis.errors import AegisError, Note, StoreError
 
 _PARTIAL = re.compile(r"\.(.+)\.partial-\d+-[0-9a-f]{8}", re.DOTALL)
 _LOCK = re.compile(r"\.(.+)\.lock", re.DOTALL)
@@ -267,10 +267,11 @@ def telling_what_is_kept(destination: Path, by_aegis: bool) -> Iterator[None]:
             nbytes = sum(map(files_nbytes, kept))
             command = ["aegis", "rm", destination] if by_aegis else ["rm", "-r", *kept]
             if kept:
-                error.add_note(
+                said = (
                     f"{-(-nbytes >> 20)} MiB that are finished are kept: the same command goes on"
                     f" with them, and '{shlex.join(map(str, command))}' deletes them"
                 )
+                error.add_note(Note(said))
         raise
 
 

@@ -4,9 +4,10 @@ import subprocess
 import sys
 
 import pytest
+from command_here import command_here
 
 from aegis.cli.report import check_cap, figures
-from aegis.errors import CapExceededError
+from aegis.errors import CapExceededError, Note, StoreError
 
 RESULT = {
     "plan": {"cap_nbytes": 1 << 30},
@@ -65,3 +66,18 @@ def test_a_current_folder_that_was_removed_is_said_to_be() -> None:
     )
     assert done.returncode == 1
     assert done.stderr == "error: the current folder was removed; change to one that is there\n"
+
+
+def test_of_an_errors_notes_only_those_of_aegis_are_told(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(name: str | None) -> None:
+        error = StoreError("it failed")
+        error.add_note("Error calling __set_name__ on 'cached_property' instance 'x' in 'Y'")
+        error.add_note(Note("9 MiB are kept"))
+        raise error
+
+    monkeypatch.setattr("aegis.cli.plan.resolve_model", fail)
+    done = command_here(capfd, monkeypatch)("plan", "--cap", "1GiB")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "error: it failed\n9 MiB are kept\n"

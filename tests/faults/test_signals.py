@@ -20,6 +20,7 @@ from aegis.convert.build import JOURNAL
 from aegis.convert.cache import ensure_store
 from aegis.convert.convert import convert
 from aegis.convert.verify import verify
+from aegis.errors import Note
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SMALL = ("--backend", "reference", "-c", "64", "--cap", "1GiB", "-q")
@@ -195,7 +196,7 @@ def check_left(cache: Path, source: Path, said: str) -> set[str]:
     sound = contents(convert(source, cache.parent / "whole").path)
     error = KeyboardInterrupt()
     if said:
-        error.add_note(said)
+        error.add_note(Note(said))
     kept = check_kept(cache, sound, error)
     store = ensure_store(source)
     assert contents(store.path) == sound
