@@ -13,7 +13,6 @@ from aegis.planner import parse_caps, parse_size
 from aegis.settings import (
     BACKENDS,
     DEFAULT_CONTEXT,
-    DEFAULT_GUESS_WIDTH,
     DEFAULT_IO_THREADS,
     default_backend,
 )
@@ -64,6 +63,21 @@ class Whole(click.IntRange):
     """Called what it is in messages."""
 
     name = "whole number"
+
+
+class WholeOrAuto(click.ParamType[Any]):
+    """A whole number, or None where ``auto`` is said."""
+
+    name = "whole number or auto"
+
+    def __init__(self, least: int, most: int) -> None:
+        self._number = Whole(least, most)
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int | None:
+        """See click.ParamType."""
+        return None if value == "auto" else self._number.convert(value, param, ctx)
 
 
 def all_of(options: Sequence[Callable[[F], F]]) -> Callable[[F], F]:
@@ -182,11 +196,11 @@ engine_options = all_of(
         ),
         click.option(
             "--guess-width",
-            type=Whole(0, 16),
-            default=DEFAULT_GUESS_WIDTH,
+            type=WholeOrAuto(0, 16),
+            default="auto",
             show_default=True,
-            metavar="N",
-            help="Reads issued ahead per layer.",
+            metavar="N|auto",
+            help="Reads issued ahead per layer; auto: as many as turn out to be worth it.",
         ),
         click.option(
             "--io-threads",
