@@ -143,7 +143,7 @@ class Settings:
     policy: str = "lfu"
     guess: str = "cross-layer"
     guess_width: int | None = None
-    """Experts to read ahead per layer; None adapts to the disk and to how often guesses are right."""
+    """Experts to read ahead per layer; None: as many as turn out to be worth it."""
     io_threads: int = DEFAULT_IO_THREADS
     threads: int | None = None
     prefill_step: int | None = None

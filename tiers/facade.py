@@ -47,7 +47,8 @@ class ExpertTiers:
     ) -> None:
         """slots: all of them, hot and staging together. ``staging_slots`` of these serve prefill
         and belong to the hot tier otherwise. policy: lfu, lru, random. guess: cross-layer,
-        previous, none. guess_width: reads per layer; None adapts. pool: shared (stays open at close); None opens one of ``io_threads``."""
+        previous, none. guess_width: reads per layer; None adapts. pool: shared (stays open at
+        close); None opens one of ``io_threads``."""
         _check_sizes(files, slots, num_experts_per_tok, staging_slots)
         self.files = files
         self.slots = slots

@@ -13,8 +13,8 @@ MOST = 12
 """Experts that are ranked for a layer: of those behind them next to none is chosen."""
 
 WORTH = 1 / 3
-"""A read ahead is begun where it is right at least so often. One that is right saves the time of a
-read; one that is wrong is in the way of the layer's own reads, for half of that time in the mean."""
+"""A read ahead is begun where it is right at least so often: one that is right saves the time of a
+read, one that is wrong is in the way of the layer's own for half of that time in the mean."""
 _UP, _DOWN = 1 / 50, 1 / 8
 _FADING = 1 / 256
 """Share of a rank's latest outcome in its rate."""

@@ -65,19 +65,9 @@ class Whole(click.IntRange):
     name = "whole number"
 
 
-class WholeOrAuto(click.ParamType[Any]):
+def _width(ctx: click.Context, param: click.Parameter, value: Any) -> int | None:
     """A whole number, or None where ``auto`` is said."""
-
-    name = "whole number or auto"
-
-    def __init__(self, least: int, most: int) -> None:
-        self._number = Whole(least, most)
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> int | None:
-        """See click.ParamType."""
-        return None if value == "auto" else self._number.convert(value, param, ctx)
+    return None if value == "auto" else Whole(0, 16).convert(value, param, ctx)
 
 
 def all_of(options: Sequence[Callable[[F], F]]) -> Callable[[F], F]:
@@ -196,7 +186,7 @@ engine_options = all_of(
         ),
         click.option(
             "--guess-width",
-            type=WholeOrAuto(0, 16),
+            callback=_width,
             default="auto",
             show_default=True,
             metavar="N|auto",
