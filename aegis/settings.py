@@ -14,7 +14,6 @@ MIB = 1 << 20
 
 DEFAULT_CONTEXT = 4096
 DEFAULT_CAP = 4 << 30
-DEFAULT_GUESS_WIDTH = 6
 DEFAULT_IO_THREADS = 2
 PREFILL_STEPS = (512, 256, 128, 64, 32, 16)
 """Prefill steps the plan may choose from, largest first; the choice never changes results."""
@@ -114,7 +113,14 @@ _LEAST = {
     "max_slots": 1,
     "device_cap_nbytes": 1,
 }
-_OPTIONAL = ("context", "threads", "prefill_step", "max_slots", "device_cap_nbytes")
+_OPTIONAL = (
+    "context",
+    "threads",
+    "prefill_step",
+    "max_slots",
+    "device_cap_nbytes",
+    "guess_width",
+)
 _MOST = {"guess_width": 16, "io_threads": 64}
 _ANY = 1 << 63
 """No number of anything is larger: beyond it sizes could not even be shown."""
@@ -136,7 +142,8 @@ class Settings:
     embedding: EmbeddingMode = "auto"
     policy: str = "lfu"
     guess: str = "cross-layer"
-    guess_width: int = DEFAULT_GUESS_WIDTH
+    guess_width: int | None = None
+    """Experts to read ahead per layer; None: as many as turn out to be worth it."""
     io_threads: int = DEFAULT_IO_THREADS
     threads: int | None = None
     prefill_step: int | None = None

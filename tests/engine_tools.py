@@ -134,7 +134,7 @@ def ways(draw: st.DrawFn, isas: Sequence[str | None] = (None,), tied: bool = Fal
     """Any way to run a model."""
     options: dict[str, Any] = {
         "guess": draw(st.sampled_from(GUESS_KINDS)),
-        "guess_width": draw(st.integers(0, 16)),
+        "guess_width": draw(st.one_of(st.none(), st.integers(0, 16))),
         "policy": draw(st.sampled_from(sorted(POLICIES))),
         "io_threads": draw(st.integers(1, 8)),
         "threads": draw(st.integers(1, 2)),

@@ -32,7 +32,7 @@ class Setup:
     staging_slots: int
     policy: str
     guess: str
-    guess_width: int
+    guess_width: int | None
     seed: int
 
 
@@ -49,7 +49,7 @@ def setups(draw: st.DrawFn) -> Setup:
         draw(st.one_of(st.just(1), st.integers(1, num_slots))),
         draw(st.sampled_from(list(POLICIES))),
         draw(st.sampled_from(GUESS_KINDS)),
-        draw(st.integers(0, 16)),
+        draw(st.one_of(st.none(), st.integers(0, 16))),
         draw(st.integers(0, 1 << 32)),
     )
 

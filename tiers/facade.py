@@ -40,14 +40,15 @@ class ExpertTiers:
         staging_slots: int,
         policy: str = "lfu",
         guess: str = "cross-layer",
-        guess_width: int = 6,
+        guess_width: int | None = None,
         io_threads: int = 2,
         pool: ReadPool | None = None,
         seed: int = 0,
     ) -> None:
         """slots: all of them, hot and staging together. ``staging_slots`` of these serve prefill
         and belong to the hot tier otherwise. policy: lfu, lru, random. guess: cross-layer,
-        previous, none. pool: shared (stays open at close); None opens one of ``io_threads``."""
+        previous, none. guess_width: reads per layer; None adapts. pool: shared (stays open at
+        close); None opens one of ``io_threads``."""
         _check_sizes(files, slots, num_experts_per_tok, staging_slots)
         self.files = files
         self.slots = slots
@@ -84,6 +85,8 @@ class ExpertTiers:
         self._staging = Staging(self._queue, self._hot, self._staging_slots)
         self._guessed: dict[int, list[int]] = {}
         """MoE layer to the keys that were guessed for it and not yet judged."""
+        self._absent: dict[int, list[tuple[int, int]]] = {}
+        """MoE layer to (rank, expert) of those that its guess found in no slot."""
         self._visit: LayerVisit | None = None
         self._prefilling = False
         self._reserve_for_decode()
@@ -96,38 +99,45 @@ class ExpertTiers:
     @property
     def guesses(self) -> bool:
         """Whether anything is read early while decoding."""
-        return self._guesser.width > 0
+        return self._guesser.width.most > 0
 
     def guess(self, layer_index: int, ranked: Sequence[int] | NDArray[np.int32] = ()) -> int:
         """Start reads for what MoE layer ``layer_index`` (counted among MoE layers) may choose.
 
         ranked: best first (ignored unless the guess is cross-layer). Returns the reads issued."""
         width = self._guesser.width
-        if not width:
+        if not width.most:
             return 0
         if self._prefilling:
             self.end_prefill()
         self._queue.collect()
-        slots, first, issued = self.slots, layer_index * self._num_experts, 0
-        for expert in self._guesser.rank(layer_index, _ints(ranked)):
-            key = first + expert
-            if key in slots.slot_of:
+        first, slot_of = layer_index * self._num_experts, self.slots.slot_of
+        ranking = self._guesser.rank(layer_index, _ints(ranked))
+        if width.learns:
+            self._absent[layer_index] = [
+                (rank, expert)
+                for rank, expert in enumerate(ranking)
+                if first + expert not in slot_of
+            ]
+        keys = self._guessed.setdefault(layer_index, [])
+        before = len(keys)
+        for expert in ranking[: width.ranks]:
+            if first + expert in slot_of:
                 continue
-            slot = slots.reclaim()
+            if len(keys) - before >= width.reads:
+                break
+            slot = self.slots.reclaim()
             if slot == NOWHERE:
                 break
-            self._queue.start(slot, key, demand=False)
-            self._guessed.setdefault(layer_index, []).append(key)
-            issued += 1
-            if issued == width:
-                break
-        return issued
+            self._queue.start(slot, first + expert, demand=False)
+            keys.append(first + expert)
+        return len(keys) - before
 
     def fill(self, layer_index: int) -> int:
         """Where there is a slot for every expert there is, start reads for some of this layer's
         that lie in none, behind all others: once they are there, nobody has to look at routing any
         more. Not where guessing is off. Returns the reads issued."""
-        slots, width, queue = self.slots, self._guesser.width, self._queue
+        slots, width, queue = self.slots, self._guesser.width.reads, self._queue
         if slots.capacity < self.files.num_layers * self._num_experts:
             return 0
         first, issued = layer_index * self._num_experts, 0
@@ -158,7 +168,7 @@ class ExpertTiers:
         queue.collect()
         acquisition = Acquisition(queue, self._hot, layer_index, chosen)
         if layer_index in self._guessed:
-            self._withdraw(self._guessed.pop(layer_index))
+            self._judge(layer_index, chosen)
         if not acquisition.complete:
             acquisition.request()
         return acquisition
@@ -200,13 +210,20 @@ class ExpertTiers:
             slots.guessed[slot] = False
             self._policy.touch(first + expert, count)
 
-    def _withdraw(self, keys: list[int]) -> None:
+    def _judge(self, layer_index: int, chosen: list[int]) -> None:
         """Guesses that were not chosen: cancel those that have not begun, forget about the rest."""
-        slots = self.slots
+        slots, keys = self.slots, self._guessed.pop(layer_index)
+        withdrawn = in_the_way = 0
         for key in keys:
             slot = slots.slot_of.get(key, NOWHERE)
             if slot != NOWHERE and slots.state[slot] == READING and not slots.pins[slot]:
                 self._queue.cancel(slot)
+                in_the_way += slots.key_of[slot] == key
+                withdrawn += slots.key_of[slot] != key
+        width = self._guesser.width
+        if width.learns:
+            width.judge(self._absent.pop(layer_index, ()), set(chosen))
+            width.ended(len(keys), withdrawn, in_the_way)
 
     def begin_prefill(self) -> None:
         """Take the staging slots back from the hot tier, coldest first."""
@@ -214,6 +231,7 @@ class ExpertTiers:
             return
         self._prefilling = True
         self._guessed.clear()
+        self._absent.clear()
         self._queue.collect()
         self._queue.cancel_unpinned()
         self._queue.counting = self.stats.prefill
@@ -261,7 +279,7 @@ class ExpertTiers:
 
     def _reserve_for_decode(self) -> None:
         """Leave slots for one layer's misses and the next one's guesses, at most half of them."""
-        wanted = self._num_experts_per_tok + self._guesser.width
+        wanted = self._num_experts_per_tok + self._guesser.width.most
         half = max(self.slots.capacity // 2, 1)
         self._hot.reserve = min(wanted, half)
         self._hot.make_room()

@@ -4,30 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from aegis.tiers.guess_width import open_width
+
 GUESS_KINDS = ("cross-layer", "previous", "none")
 """cross-layer: the next layer's router on this layer's hidden state. previous: what the token
 before chose in that layer. none: no guess."""
-
-MAX_WIDTH = 16
 
 
 class Guesser:
     """Turns a ranking into the experts to read early."""
 
     def __init__(
-        self, kind: str, width: int, num_layers: int, num_experts: int, num_experts_per_tok: int
+        self,
+        kind: str,
+        width: int | None,
+        num_layers: int,
+        num_experts: int,
+        num_experts_per_tok: int,
     ) -> None:
-        """width: reads per layer, after experts that already lie in a slot dropped out."""
+        """width: reads per layer, after experts that already lie in a slot dropped out; None: what
+        turns out to be worth it."""
         if kind not in GUESS_KINDS:
             raise ValueError(f"guess is {kind!r}; choose one of {', '.join(GUESS_KINDS)}")
-        if not 0 <= width <= MAX_WIDTH:
-            raise ValueError(f"guess width is {width}; it must be from 0 to {MAX_WIDTH}")
         self.kind = kind
-        self.width = 0 if kind == "none" else width
+        self.width = open_width(width)
+        if kind == "none":
+            self.width = open_width(0)
         self.candidates = 0
         """How many experts to ask of the router; 0 if its opinion is not needed."""
-        if kind == "cross-layer" and width:
-            self.candidates = min(num_experts, max(num_experts_per_tok, width))
+        if kind == "cross-layer" and self.width.most:
+            self.candidates = min(num_experts, max(num_experts_per_tok, self.width.most))
         self._previous: list[list[int]] = [[] for _ in range(num_layers)]
 
     def remember(self, layer_index: int, experts: list[int]) -> None:

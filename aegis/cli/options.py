@@ -13,7 +13,6 @@ from aegis.planner import parse_caps, parse_size
 from aegis.settings import (
     BACKENDS,
     DEFAULT_CONTEXT,
-    DEFAULT_GUESS_WIDTH,
     DEFAULT_IO_THREADS,
     default_backend,
 )
@@ -64,6 +63,11 @@ class Whole(click.IntRange):
     """Called what it is in messages."""
 
     name = "whole number"
+
+
+def _width(ctx: click.Context, param: click.Parameter, value: Any) -> int | None:
+    """A whole number, or None where ``auto`` is said."""
+    return None if value == "auto" else Whole(0, 16).convert(value, param, ctx)
 
 
 def all_of(options: Sequence[Callable[[F], F]]) -> Callable[[F], F]:
@@ -182,11 +186,11 @@ engine_options = all_of(
         ),
         click.option(
             "--guess-width",
-            type=Whole(0, 16),
-            default=DEFAULT_GUESS_WIDTH,
+            callback=_width,
+            default="auto",
             show_default=True,
-            metavar="N",
-            help="Reads issued ahead per layer.",
+            metavar="N|auto",
+            help="Reads issued ahead per layer; auto: as many as turn out to be worth it.",
         ),
         click.option(
             "--io-threads",

@@ -9,7 +9,7 @@ import numpy as np
 
 from aegis.models import family
 from aegis.models.decoder import router_block
-from aegis.tiers.guess import MAX_WIDTH
+from aegis.tiers.guess_width import MAX_WIDTH
 from aegis.tiers.trace import AHEAD, TraceRecorder
 
 if TYPE_CHECKING:

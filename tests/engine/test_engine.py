@@ -19,7 +19,7 @@ from aegis.engine.sampling import Sampler
 from aegis.errors import PlanError, UsageError
 from aegis.settings import EmbeddingMode, Settings
 from aegis.tiers import GUESS_KINDS, POLICIES
-from aegis.tiers.guess import MAX_WIDTH
+from aegis.tiers.guess_width import MAX_WIDTH
 
 pytestmark = pytest.mark.usefixtures("quick_open")
 

@@ -200,9 +200,17 @@ def test_unknown_names_and_widths_are_refused_with_the_choices() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "width", "candidates"),
-    [("cross-layer", 6, 8), ("cross-layer", 12, 10), ("cross-layer", 0, 0), ("previous", 6, 0)],
+    [
+        ("cross-layer", 6, 8),
+        ("cross-layer", 12, 10),
+        ("cross-layer", 0, 0),
+        ("cross-layer", None, 10),
+        ("previous", 6, 0),
+        ("previous", None, 0),
+        ("none", None, 0),
+    ],
 )
 def test_the_router_is_asked_only_for_what_the_guess_can_use(
-    kind: str, width: int, candidates: int
+    kind: str, width: int | None, candidates: int
 ) -> None:
     assert Guesser(kind, width, 1, 10, 8).candidates == candidates
