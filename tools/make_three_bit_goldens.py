@@ -1,0 +1,378 @@
+"""Writes tests/goldens/*/golden_3bit.npz: what checkpoints answer once their experts have 3 bits.
+
+    python -P tools/make_three_bit_goldens.py [NAME ...]
+
+From the repository root, with mlx-lm 0.32 (``pip install mlx-lm``, and ``mlx-cpu`` on Linux).
+Nothing of aegis is imported: a file of MLX weights is read here, experts of 4 bits become 3-bit
+ones by the README's rule ("What 3 bits cost") in plain numpy and are dequantised again, everything
+else is dequantised once, and mlx-lm's model computes with these float32 numbers.
+
+Before anything is written the same model has to give, with the experts as they are, the golden.npz
+or golden.json that transformers computed: logits within 1e-4 of them, the same greedy tokens, the
+same experts. mlx-lm's qwen2_moe ignores ``norm_topk_prob`` and ``tie_word_embeddings``, which the
+embedded model sets; both are repaired here. Models without experts of 4 bits are left out.
+
+The prompts are golden.npz's own, except that one with a near tie, or an end token, is drawn anew.
+golden_3bit.npz holds p0 to p3 as golden.npz does, with ``weights``, a SHA-256 of each MoE layer's
+dequantised experts (float32; all of gate_proj, then up_proj, then down_proj).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models import qwen2_moe
+from mlx_lm.models.cache import make_prompt_cache
+from numpy.typing import NDArray
+
+GOLDENS = Path("tests/goldens")
+EMBEDDED, EMBEDDED_GOLDEN = Path("aegis/embedded"), GOLDENS / "smolmoe-135m"
+
+STEPS = 24
+CLEAR = 0.01
+"""Of a logit: two that are closer than this are a near tie."""
+AGREES, MARGIN_AGREES = 1e-4, 3e-4
+"""Of a logit, and of a router's scores: how far mlx-lm may be from transformers."""
+SPECIAL_BELOW = 10
+"""Smaller ids have a meaning of their own in the random checkpoints."""
+PARTS = ("gate_proj", "up_proj", "down_proj")
+
+F32 = NDArray[np.float32]
+F64 = NDArray[np.float64]
+Ids = Sequence[int]
+
+
+class NoFourBitsError(Exception):
+    """A checkpoint has no experts from which 3-bit ones are derived."""
+
+
+def read(folder: Path) -> dict[str, NDArray[Any]]:
+    """The tensors of model.safetensors; bfloat16 is widened to float32."""
+    data = (folder / "model.safetensors").read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    tensors = {}
+    for name, entry in json.loads(data[8:start]).items():
+        if name == "__metadata__":
+            continue
+        kind = {"BF16": np.uint16, "F32": np.float32, "U32": np.uint32, "U8": np.uint8}
+        first, end = (start + at for at in entry["data_offsets"])
+        values = np.frombuffer(data[first:end], kind[entry["dtype"]]).reshape(entry["shape"])
+        if entry["dtype"] == "BF16":
+            values = (values.astype(np.uint32) << 16).view(np.float32)
+        tensors[name] = values
+    return tensors
+
+
+def dense(folder: Path, three: bool) -> dict[str, F32]:
+    """Every weight in float32; the experts of 4 bits by way of 3 bits, where ``three``.
+
+    Raises:
+        NoFourBitsError: there are none.
+    """
+    tensors = read(folder)
+    config = json.loads((folder / "config.json").read_text())["quantization"]
+    weights, derived = {}, False
+    for name, values in tensors.items():
+        module, _, kind = name.rpartition(".")
+        if module + ".scales" not in tensors or kind == "bias":
+            weights[name] = values
+        elif kind == "weight":
+            own = {"mode": "affine", **config[module]} if module in config else config
+            if own["mode"] != "affine":
+                raise NoFourBitsError(f"{folder} has experts of {own['mode']}")
+            codes = codes_of(values, own["bits"], own["group_size"])
+            params = [tensors[f"{module}.{p}"][..., None] for p in ("scales", "biases")]
+            becomes_three = three and ".switch_mlp." in module and own["bits"] == 4
+            derived |= becomes_three
+            restored = (by_way_of_3_bits if becomes_three else affine)(codes, *params)
+            weights[name] = restored.reshape(*restored.shape[:-2], -1)
+    if three and not derived:
+        raise NoFourBitsError(f"{folder} has experts of other widths")
+    return weights
+
+
+def codes_of(words: NDArray[np.uint32], bits: int, group_size: int) -> NDArray[np.int64]:
+    """4-bit or 8-bit codes in words, as [..., groups, codes of a group]."""
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    codes = (words[..., None] >> shifts) & np.uint32((1 << bits) - 1)
+    return codes.astype(np.int64).reshape(*words.shape[:-1], -1, group_size)
+
+
+def affine(codes: NDArray[np.int64], scale: NDArray[Any], bias: NDArray[Any]) -> F32:
+    """scale * code + bias, rounded to float32 once: the float64 sum of such numbers is exact."""
+    return (scale.astype(np.float64) * codes + bias.astype(np.float64)).astype(np.float32)
+
+
+def to_bf16(values: F64) -> F64:
+    """Float64 rounded to float32, and that to the nearest bfloat16, ties to even."""
+    bits = values.astype(np.float32).view(np.uint32)
+    even = (bits >> 16) & 1
+    return ((bits + 0x7FFF + even) & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
+
+
+def by_way_of_3_bits(codes: NDArray[np.int64], scale: F32, bias: F32) -> F32:
+    """What groups of 4-bit codes are after they became 3-bit ones.
+
+    Two neighbouring codes become one. The scale is that of the least squares line from new codes
+    to old values (2 old steps where a group has one new code), the bias that of least squares for
+    the scale as it is stored. A group that spans at most eight codes keeps them and its scale, with
+    its least code as the new zero, where this has a smaller sum of squared errors.
+    """
+    s, b, n = scale.astype(np.float64), bias.astype(np.float64), codes.shape[-1]
+    old, halves = s * codes + b, codes >> 1
+
+    def total(x: NDArray[Any]) -> NDArray[Any]:
+        return x.sum(axis=-1, keepdims=True)
+
+    spread = n * total(halves**2) - total(halves) ** 2
+    common = n * total(halves * codes) - total(halves) * total(codes)
+    slope = np.where(spread == 0, 2, common / np.maximum(spread, 1))
+    new_scale = to_bf16(s * slope)
+    new_bias = to_bf16((total(old) - new_scale * total(halves)) / n)
+    fitted = new_scale * halves + new_bias
+
+    least = codes.min(axis=-1, keepdims=True)
+    kept = s * (codes - least) + to_bf16(b + s * least)
+    narrow = codes.max(axis=-1, keepdims=True) - least < 8
+    better = narrow & (total((kept - old) ** 2) < total((fitted - old) ** 2))
+    return np.where(better, kept, fitted).astype(np.float32)
+
+
+class Spy(nn.Module):  # type: ignore[misc]
+    """A module that keeps the arguments of its calls."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.seen = inner, ()
+
+    def __call__(self, *arguments: mx.array) -> Any:
+        """What the module itself answers."""
+        self.seen = arguments
+        return self.inner(*arguments)
+
+
+class Pass(NamedTuple):
+    """What one pass over a prompt gives; n positions, without a cache."""
+
+    logits: F32  # [n, vocab]
+    experts: NDArray[np.int16]  # [MoE layers, n, chosen], ascending
+    margins: F32  # [MoE layers, n]
+
+
+class Oracle:
+    """mlx-lm's model of a checkpoint, in float32."""
+
+    def __init__(self, folder: Path, weights: dict[str, F32]) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        family = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+        if config.get("tie_word_embeddings") and family is qwen2_moe:
+            weights = weights | {"lm_head.weight": weights["model.embed_tokens.weight"]}
+        self.model = family.Model(family.ModelArgs.from_dict(config))
+        arrays = self.model.sanitize({name: mx.array(w) for name, w in weights.items()})
+        self.model.load_weights(list(arrays.items()))
+        self.spies = []
+        for _, block in self.model.named_modules():
+            if "switch_mlp" in block:
+                parent, name = (block, "gate") if "gate" in block else (block.router, "layer")
+                spies = Spy(parent[name]), Spy(block.switch_mlp)
+                setattr(parent, name, spies[0])
+                block.switch_mlp = spies[1]
+                if family is qwen2_moe and config["norm_topk_prob"]:
+                    spies[1].inner = _Normed(spies[1].inner, parent.gate)
+                self.spies.append(spies)
+        # named_modules() comes from the last layer to the first.
+        self.spies.reverse()
+
+    def run(self, ids: Ids) -> Pass:
+        """One pass over ``ids``."""
+        logits = np.array(self.model(mx.array([ids]))[0])
+        routed = [self._routed(*spies) for spies in self.spies]
+        experts, margins = (np.stack(arrays) for arrays in zip(*routed, strict=True))
+        return Pass(logits, experts, margins)
+
+    @staticmethod
+    def _routed(gate: Spy, experts: Spy) -> tuple[NDArray[np.int16], F32]:
+        chosen = np.array(experts.seen[1])
+        chosen = np.sort(chosen.reshape(-1, chosen.shape[-1]), axis=-1).astype(np.int16)
+        x = np.array(gate.seen[0])
+        return chosen, margins(gate.inner, x.reshape(-1, x.shape[-1]), chosen.shape[-1])
+
+    def greedy(self, ids: Ids, steps: int) -> list[int]:
+        """A greedy continuation, with a cache."""
+        cache, tokens, fed = make_prompt_cache(self.model), list[int](), list(ids)
+        for _ in range(steps):
+            tokens.append(int(mx.argmax(self.model(mx.array([fed]), cache=cache)[0, -1])))
+            fed = tokens[-1:]
+        return tokens
+
+
+class _Normed(nn.Module):  # type: ignore[misc]
+    """The experts of a qwen2_moe layer whose weights shall have the sum 1."""
+
+    def __init__(self, experts: nn.Module, gate: Spy) -> None:
+        super().__init__()
+        self.experts = experts
+        self._gate = [gate]
+
+    def __call__(self, x: mx.array, chosen: mx.array) -> mx.array:
+        scores = mx.softmax(self._gate[0].inner(x), axis=-1, precise=True)
+        total = mx.take_along_axis(scores, chosen, axis=-1).sum(axis=-1)
+        return self.experts(x, chosen) / total[..., None, None]
+
+
+def margins(gate: nn.Module, x: F32, count: int) -> F32:
+    """How far the last chosen expert is from the first that was not, for each row of ``x``."""
+    scores = x.astype(np.float64) @ np.array(gate.weight).astype(np.float64).T
+    margin = np.full(len(x), np.inf)
+    if "e_score_correction_bias" in gate:
+        scores = 1 / (1 + np.exp(-scores)) + np.array(gate.e_score_correction_bias)
+        if gate.n_group > 1:
+            groups = scores.reshape(len(x), gate.n_group, -1)
+            totals = np.sort(groups, axis=-1)[..., -2:].sum(axis=-1)
+            ordered = np.sort(totals, axis=-1)
+            last, first_out = ordered[:, -gate.topk_group], ordered[:, -gate.topk_group - 1]
+            margin = last - first_out
+            dropped = totals < last[:, None]
+            scores = np.where(dropped[..., None], -np.inf, groups).reshape(len(x), -1)
+    ordered = np.sort(scores, axis=-1)
+    return np.minimum(margin, ordered[:, -count] - ordered[:, -count - 1]).astype(np.float32)
+
+
+def nll(logits: F32, ids: Ids) -> F32:
+    """-ln p of each id but the first."""
+    rows = logits[:-1].astype(np.float64)
+    top = rows.max(axis=-1)
+    sums = top + np.log(np.exp(rows - top[:, None]).sum(axis=-1))
+    return (sums - rows[np.arange(len(rows)), ids[1:]]).astype(np.float32)
+
+
+def gap(logits: F32, place: int) -> F32:
+    """How far the logit of that place from the top is above the next one."""
+    ordered = np.sort(logits, axis=-1)
+    return ordered[..., -place] - ordered[..., -place - 1]
+
+
+def check_agreement(name: str, oracle: Oracle, golden: Any) -> None:
+    """Fail unless the model gives what transformers did."""
+    worst = 0.0
+    for p in range(4):
+        ids = golden[f"p{p}_ids"].tolist()
+        found = oracle.run(ids)
+        margin = golden[f"p{p}_router_margin"]
+        worst = max(worst, float(np.abs(found.logits[-1] - golden[f"p{p}_logits"]).max()))
+        clear = margin > MARGIN_AGREES
+        assert np.abs(found.margins - margin).max() < MARGIN_AGREES, name
+        assert (found.experts == golden[f"p{p}_experts"])[clear].all(), name
+        assert oracle.greedy(ids, STEPS) == golden[f"p{p}_greedy"].tolist(), name
+    print(f"{name}: with 4-bit experts {worst:.1e} from transformers", flush=True)
+    assert worst < AGREES, name
+
+
+def prompt(oracle: Oracle, ids: Ids) -> dict[str, NDArray[Any]] | None:
+    """The golden of a prompt; None where some token of it is a near tie, or ends the text."""
+    tokens = oracle.greedy(ids, STEPS)
+    whole = oracle.run([*ids, *tokens[:-1]]).logits[-STEPS:]
+    if min(tokens) < SPECIAL_BELOW or gap(whole, 1).min() < CLEAR or gap(whole[0], 20) < CLEAR:
+        return None
+    assert whole.argmax(axis=-1).tolist() == tokens
+    found = oracle.run(ids)
+    return {
+        "ids": np.array(ids, np.int32),
+        "greedy": np.array(tokens, np.int32),
+        "logits": found.logits[-1],
+        "nll": nll(found.logits, ids),
+        "experts": found.experts,
+        "router_margin": found.margins,
+    }
+
+
+def digests(weights: dict[str, F32]) -> NDArray[np.uint8]:
+    """Of each MoE layer's experts, uint8 [MoE layers, 32]."""
+    names = [name.rpartition(f".{PARTS[0]}.")[0] for name in weights if ".switch_mlp.gate" in name]
+    names.sort(key=lambda name: int(name.split(".layers.")[1].split(".")[0]))
+    parts = [[weights[f"{name}.{part}.weight"] for part in PARTS] for name in names]
+    found = [hashlib.sha256(b"".join(p.astype("<f4").tobytes() for p in layer)) for layer in parts]
+    return np.array([list(digest.digest()) for digest in found], np.uint8)
+
+
+def make_random(folder: Path) -> None:
+    """The golden of a small random checkpoint."""
+    weights = dense(folder, three=True)
+    golden = np.load(folder / "golden.npz")
+    check_agreement(folder.name, Oracle(folder, dense(folder, three=False)), golden)
+    oracle = Oracle(folder, weights)
+    random, drawn = np.random.default_rng(3), 0
+    arrays = {"weights": digests(weights)}
+    for p in range(4):
+        ids = golden[f"p{p}_ids"].tolist()
+        while (found := prompt(oracle, ids)) is None:
+            drawn += 1
+            ids = random.integers(SPECIAL_BELOW, golden["p0_logits"].size, len(ids)).tolist()
+        arrays |= {f"p{p}_{key}": value for key, value in found.items()}
+    np.savez_compressed(folder / "golden_3bit.npz", **arrays)
+    print(f"{folder.name}: written, prompts were drawn {drawn} times", flush=True)
+
+
+def first_steps(oracle: Oracle, case: dict[str, Any], tokens: Ids) -> dict[str, Any]:
+    """The most likely tokens at the first steps of an answer of the embedded model."""
+    logits = oracle.run([*case["ids"], *tokens[:-1]]).logits[-len(tokens) :]
+    assert logits.argmax(axis=-1).tolist() == list(tokens)
+    top = np.argsort(-logits[:8], axis=-1, kind="stable")[:, :20]
+    rounded = np.take_along_axis(logits[:8], top, axis=-1).astype(np.float64).round(5)
+    return {
+        "name": case["name"],
+        "greedy_ids": list(tokens),
+        "greedy_gap": gap(logits, 1).astype(np.float64).round(5).tolist(),
+        "logit_std": logits[:8].std(axis=-1).astype(np.float64).round(5).tolist(),
+        "step_top20_ids": top.tolist(),
+        "step_top20_logits": rounded.tolist(),
+    }
+
+
+def make_embedded() -> None:
+    """The golden of the embedded model."""
+    golden = json.loads((EMBEDDED_GOLDEN / "golden.json").read_text())
+    text = golden["perplexity"]["ids"]
+    for three in (False, True):
+        weights = dense(EMBEDDED, three)
+        oracle, prompts = Oracle(EMBEDDED, weights), []
+        for case in golden["prompts"]:
+            tokens = oracle.greedy(case["ids"], len(case["greedy_ids"]))
+            prompts.append(first_steps(oracle, case, tokens))
+            if not three:
+                assert tokens == case["greedy_ids"], case["name"]
+                far = np.subtract(prompts[-1]["step_top20_logits"], case["step_top20_logits"])
+                assert np.abs(far).max() < AGREES, case["name"]
+            print(case["name"], three, min(prompts[-1]["greedy_gap"]), flush=True)
+        mean = float(nll(oracle.run(text).logits, text).mean(dtype=np.float64))
+        if not three:
+            assert abs(mean - golden["perplexity"]["mean_nll"]) < AGREES
+    digest = [bytes(layer).hex() for layer in digests(weights)]
+    made = {"prompts": prompts, "mean_nll": mean, "weights": digest}
+    (EMBEDDED_GOLDEN / "golden_3bit.json").write_text(json.dumps(made) + "\n")
+
+
+def main() -> None:
+    """Make those named, or all."""
+    names = sorted(path.parent.name for path in GOLDENS.glob("*/golden.npz"))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", default=[*names, EMBEDDED_GOLDEN.name])
+    mx.set_default_device(mx.cpu)
+    for name in parser.parse_args().names:
+        try:
+            make_embedded() if name == EMBEDDED_GOLDEN.name else make_random(GOLDENS / name)
+        except NoFourBitsError as error:
+            print(f"{error}: none of 3 bits are derived", flush=True)
+
+
+if __name__ == "__main__":
+    main()
