@@ -21,7 +21,10 @@ from small_model import IDS, SMALL
 from strategies import Choices, checkpoint_choices, seeds
 
 from aegis import Engine
+from aegis.checkpoint.layout import ExpertBits
 from aegis.checkpoint.store import Store
+from aegis.convert.convert import convert
+from aegis.convert.identity import embedded_path
 from aegis.engine.sampling import Sampler
 from aegis.errors import BackendError, UsageError
 from aegis.kernels.base import Numbers
@@ -385,11 +388,21 @@ def test_a_cpu_computes_in_float32_only(row_store: Store) -> None:
 
 
 @needs_cpu
-def test_the_embedded_model_gives_the_goldens_of_its_first_steps(cache: Path) -> None:
+@pytest.mark.parametrize("experts", ["4bit", "3bit"])
+def test_the_embedded_model_gives_the_goldens_of_its_first_steps(
+    cache: Path, tmp_path: Path, experts: ExpertBits
+) -> None:
     golden = json.loads((GOLDENS / "smolmoe-135m" / "golden.json").read_text())
     case = min(golden["prompts"], key=lambda prompt: len(prompt["ids"]))
-    with Engine.open(cap="1GiB", **mlx_options("f32", context=128, max_slots=40)) as engine:
-        hidden = engine.feed(case["ids"])
+    ids, model = case["ids"], None
+    if experts == "3bit":
+        store = convert(embedded_path(), tmp_path / "s", layout="row", experts3bit=True)
+        model = store.path
+        golden = json.loads((GOLDENS / "smolmoe-135m" / "golden_3bit.json").read_text())
+        (case,) = [other for other in golden["prompts"] if other["name"] == case["name"]]
+    options = mlx_options("f32", context=128, max_slots=40, experts=experts)
+    with Engine.open(model, cap="1GiB", **options) as engine:
+        hidden = engine.feed(ids)
         for step, token in enumerate(case["greedy_ids"][:4]):
             logits = engine.logits(hidden)[0]
             assert int(logits.argmax()) == token
