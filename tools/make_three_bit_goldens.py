@@ -12,9 +12,12 @@ or golden.json that transformers computed: logits within 1e-4 of them, the same 
 same experts. mlx-lm's qwen2_moe ignores ``norm_topk_prob`` and ``tie_word_embeddings``, which the
 embedded model sets; both are repaired here. Models without experts of 4 bits are left out.
 
-The prompts are golden.npz's own, except that one with a near tie, or an end token, is drawn anew.
+The prompts are golden.npz's own, except that one with a near tie, or an end token, is drawn anew,
+and that one of the embedded model loses tokens while the choice of an expert hangs on rounding.
 golden_3bit.npz holds p0 to p3 as golden.npz does, with ``weights``, a SHA-256 of each MoE layer's
 dequantised experts (float32; all of gate_proj, then up_proj, then down_proj).
+On Linux mlx-cpu brings a slow BLAS: the embedded model takes minutes with an OpenBLAS in
+``LD_PRELOAD``, an hour without.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ CLEAR = 0.01
 """Of a logit: two that are closer than this are a near tie."""
 AGREES, MARGIN_AGREES = 1e-4, 3e-4
 """Of a logit, and of a router's scores: how far mlx-lm may be from transformers."""
-TIE = 1e-6
+TIE = 5e-6
 """Of a router's score: which of two closer experts is chosen is a matter of rounding."""
 SPECIAL_BELOW = 10
 """Smaller ids have a meaning of their own in the random checkpoints."""
@@ -332,7 +335,7 @@ def check_embedded(oracle: Oracle, golden: dict[str, Any]) -> None:
         logits = found.logits[-len(case["greedy_ids"]) :]
         top = np.take_along_axis(logits[:8], np.array(case["step_top20_ids"]), axis=-1)
         worst = max(worst, float(np.abs(top - case["step_top20_logits"]).max()))
-        if found.margins.min() > TIE:
+        if found.margins.min() >= TIE:
             assert logits.argmax(axis=-1).tolist() == case["greedy_ids"], case["name"]
     print(f"embedded: with 4-bit experts {worst:.1e} from transformers", flush=True)
     assert worst < AGREES
@@ -346,16 +349,26 @@ def mean_nll(oracle: Oracle, golden: dict[str, Any]) -> float:
 
 
 def answer(oracle: Oracle, case: dict[str, Any]) -> dict[str, Any]:
-    """A greedy answer of the embedded model, and the most likely tokens of its first steps."""
-    tokens = oracle.greedy(case["ids"], len(case["greedy_ids"]))
-    found = oracle.run([*case["ids"], *tokens[:-1]])
+    """A greedy answer of the embedded model, and the most likely tokens of its first steps.
+
+    The prompt loses its first tokens until no expert is a matter of rounding.
+    """
+    for start in range(len(case["ids"])):
+        ids = case["ids"][start:]
+        if oracle.run(ids).margins.min() < TIE:
+            continue
+        tokens = oracle.greedy(ids, len(case["greedy_ids"]))
+        found = oracle.run([*ids, *tokens[:-1]])
+        if found.margins.min() >= TIE:
+            break
+    print(f"{case['name']}: from token {start}, margins from {found.margins.min():.1e}", flush=True)
     logits = found.logits[-len(tokens) :]
     assert logits.argmax(axis=-1).tolist() == tokens
-    assert found.margins.min() > TIE, case["name"]
     top = np.argsort(-logits[:8], axis=-1, kind="stable")[:, :20]
     highest = np.take_along_axis(logits[:8], top, axis=-1)
     return {
         "name": case["name"],
+        "ids": ids,
         "greedy_ids": tokens,
         "greedy_gap": rounded(gap(logits, 1)),
         "logit_std": rounded(logits[:8].std(axis=-1)),

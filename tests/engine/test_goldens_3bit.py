@@ -37,10 +37,6 @@ WITHOUT = ("gpt_oss",)
 DERIVED = [name for name in RANDOM if name not in WITHOUT]
 PROMPTS = range(4)
 SMOLMOE: dict[str, Any] = json.loads((GOLDENS / "smolmoe-135m" / "golden_3bit.json").read_text())
-IDS: dict[str, list[int]] = {
-    case["name"]: case["ids"]
-    for case in json.loads((GOLDENS / "smolmoe-135m" / "golden.json").read_text())["prompts"]
-}
 CASES = {case["name"]: case for case in SMOLMOE["prompts"]}
 
 QUICKEST = "native" if "native" in BACKENDS else "reference"
@@ -165,7 +161,7 @@ def test_the_embedded_model_with_3bit_experts_gives_its_goldens(
 ) -> None:
     engine, case = smolmoe[1], CASES[name]
     # One pass over prompt and continuation: each position's arg max is the next golden token.
-    logits = engine.score(IDS[name] + case["greedy_ids"][:-1], last=len(case["greedy_ids"]))
+    logits = engine.score(case["ids"] + case["greedy_ids"][:-1], last=len(case["greedy_ids"]))
     assert logits.argmax(axis=-1).tolist() == case["greedy_ids"]
     steps = zip(
         logits[:8],
@@ -177,10 +173,13 @@ def test_the_embedded_model_with_3bit_experts_gives_its_goldens(
     for row, std, ids, values in steps:
         check_step(row, std, ids, values)
     if engine.backend == "native":
-        tokens = list(engine.generate(IDS[name], max_tokens=64, ignore_eos=True))
+        tokens = list(engine.generate(case["ids"], max_tokens=64, ignore_eos=True))
         assert tokens == case["greedy_ids"]
 
 
+@pytest.mark.parametrize(
+    "smolmoe", [name for name in THOROUGH if name != "reference"], indirect=True
+)
 def test_the_embedded_models_mean_nll_with_3bit_experts_is_the_golden_one(
     smolmoe: tuple[Store, Engine],
 ) -> None:

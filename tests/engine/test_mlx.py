@@ -392,17 +392,15 @@ def test_a_cpu_computes_in_float32_only(row_store: Store) -> None:
 def test_the_embedded_model_gives_the_goldens_of_its_first_steps(
     cache: Path, tmp_path: Path, experts: ExpertBits
 ) -> None:
-    golden = json.loads((GOLDENS / "smolmoe-135m" / "golden.json").read_text())
-    case = min(golden["prompts"], key=lambda prompt: len(prompt["ids"]))
-    ids, model = case["ids"], None
+    model, name = None, "golden.json"
     if experts == "3bit":
         store = convert(embedded_path(), tmp_path / "s", layout="row", experts3bit=True)
-        model = store.path
-        golden = json.loads((GOLDENS / "smolmoe-135m" / "golden_3bit.json").read_text())
-        (case,) = [other for other in golden["prompts"] if other["name"] == case["name"]]
+        model, name = store.path, "golden_3bit.json"
+    golden = json.loads((GOLDENS / "smolmoe-135m" / name).read_text())
+    case = min(golden["prompts"], key=lambda prompt: len(prompt["ids"]))
     options = mlx_options("f32", context=128, max_slots=40, experts=experts)
     with Engine.open(model, cap="1GiB", **options) as engine:
-        hidden = engine.feed(ids)
+        hidden = engine.feed(case["ids"])
         for step, token in enumerate(case["greedy_ids"][:4]):
             logits = engine.logits(hidden)[0]
             assert int(logits.argmax()) == token
