@@ -54,6 +54,7 @@ LONGEST = (
     "engine/test_identity.py",
     "engine/test_capped.py",
     "engine/test_goldens.py",
+    "engine/test_goldens_3bit.py",
     "engine/test_mlx.py",
     "engine/test_soak.py",
     "synthetic/test_written.py",

@@ -4,48 +4,29 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from golden_tools import (
+    BACKENDS,
+    GOLDENS,
+    NLL_WITHIN,
+    RANDOM,
+    THOROUGH,
+    check_experts,
+    check_logits,
+    check_step,
+)
 
 from aegis import Engine
-from aegis.kernels import registry
-from aegis.kernels.base import Array, RouterBlock, Routing
 from aegis.models import supported
-from aegis.models.base import MoeBlocks
 
-GOLDENS = Path(__file__).parents[1] / "goldens"
 SMOLMOE: dict[str, Any] = json.loads((GOLDENS / "smolmoe-135m" / "golden.json").read_text())
-RANDOM = (
-    "deepseek_v3",
-    "glm4_moe",
-    "gpt_oss",
-    "granitemoe",
-    "mixtral",
-    "olmoe",
-    "qwen2_moe",
-    "qwen3_5_moe",
-    "qwen3_moe",
-    "qwen3_next",
-)
-"""Small random checkpoints, one for each family."""
 PLAIN = ("qwen3_5_moe/hf_bf16", "qwen3_moe/hf_bf16")
 """The same before they were quantised, as their libraries wrote them."""
 CASES = {case["name"]: case for case in SMOLMOE["prompts"]}
-
-LOGITS_WITHIN = 2e-3
-"""Of the logits' standard deviation."""
-NLL_WITHIN = 1e-3
-MARGIN_ABOVE = 3e-4
-"""Two experts whose scores are closer than this may rightly be chosen either way."""
-
-BACKENDS = [name for name, reason in registry.available() if reason is None]
-THOROUGH = [name for name in BACKENDS if name != "mlx" or registry.why_not_auto("mlx") is None]
-"""MLX on a CPU is too slow for all prompts; test_mlx.py has it compute a few steps."""
 
 native_only = pytest.mark.skipif("native" not in BACKENDS, reason="the extension is not built")
 
@@ -73,14 +54,6 @@ def random_model(request: pytest.FixtureRequest, cache: Path) -> Iterator[tuple[
         options["bits"] = "none"
     with Engine.open(GOLDENS / name, **options) as engine:
         yield name, engine
-
-
-def check_step(
-    logits: np.ndarray[Any, Any], std: float, ids: list[int], values: list[float]
-) -> None:
-    """Top-20 20/20, and their logits within tolerance."""
-    assert set(np.argsort(-logits, kind="stable")[:20].tolist()) == set(ids)
-    assert np.abs(logits[ids] - values).max() <= LOGITS_WITHIN * std
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -142,9 +115,7 @@ def test_a_random_checkpoint_gives_its_goldens(
     expected = np.load(GOLDENS / name / "golden.npz")[f"p{index}_logits"]
     logits = engine.score(case["ids"])[0]
     check_step(logits, float(expected.std()), case["top20_ids"], case["top20_logits"])
-    difference = logits - expected
-    assert np.abs(difference).max() <= LOGITS_WITHIN * expected.std()
-    assert np.sqrt(np.mean(difference**2)) <= LOGITS_WITHIN / 4 * expected.std()
+    check_logits(logits, expected)
     tokens = list(engine.generate(case["ids"], max_tokens=24, ignore_eos=True))
     assert tokens == case["greedy_ids"]
     if case["mean_nll"] is not None:
@@ -158,39 +129,4 @@ def test_a_random_checkpoint_chooses_the_golden_experts(
     name, engine = random_model
     arrays = np.load(GOLDENS / name / "golden.npz")
     ids: list[int] = arrays[f"p{index}_ids"].tolist()
-    with spied(engine) as spies:
-        # A token behind the prompt: it makes a chunk of rows of a single one, and changes none.
-        engine.score([*ids, 9])
-    for spy, expected, margin in zip(
-        spies, arrays[f"p{index}_experts"], arrays[f"p{index}_router_margin"], strict=True
-    ):
-        found = np.concatenate(spy.chosen)[: len(ids)]
-        assert found.shape == expected.shape
-        assert (found == expected).all(axis=1)[margin > MARGIN_ABOVE].all()
-
-
-class Spy:
-    """A router block that remembers what was chosen, int32 [rows, K] per call."""
-
-    def __init__(self, router: RouterBlock) -> None:
-        self.router, self.chosen = router, list[Any]()
-
-    def __call__(self, x: Array, candidates: int) -> Routing:
-        routing = self.router(x, candidates)
-        self.chosen.append(routing.experts.copy())
-        return routing
-
-
-@contextmanager
-def spied(engine: Engine) -> Iterator[list[Spy]]:
-    """A spy in every layer of the decoder that has a router, for as long as the block runs."""
-    layers: Any = engine._opened.decoder.layers
-    before, spies = list(layers), list[Spy]()
-    for number, layer in enumerate(before):
-        if isinstance(layer.mlp, MoeBlocks):
-            spies.append(Spy(layer.mlp.router))
-            layers[number] = replace(layer, mlp=replace(layer.mlp, router=spies[-1]))
-    try:
-        yield spies
-    finally:
-        layers[:] = before
+    check_experts(engine, ids, arrays[f"p{index}_experts"], arrays[f"p{index}_router_margin"])

@@ -21,7 +21,10 @@ from small_model import IDS, SMALL
 from strategies import Choices, checkpoint_choices, seeds
 
 from aegis import Engine
+from aegis.checkpoint.layout import ExpertBits
 from aegis.checkpoint.store import Store
+from aegis.convert.convert import convert
+from aegis.convert.identity import embedded_path
 from aegis.engine.sampling import Sampler
 from aegis.errors import BackendError, UsageError
 from aegis.kernels.base import Numbers
@@ -385,10 +388,18 @@ def test_a_cpu_computes_in_float32_only(row_store: Store) -> None:
 
 
 @needs_cpu
-def test_the_embedded_model_gives_the_goldens_of_its_first_steps(cache: Path) -> None:
-    golden = json.loads((GOLDENS / "smolmoe-135m" / "golden.json").read_text())
+@pytest.mark.parametrize("experts", ["4bit", "3bit"])
+def test_the_embedded_model_gives_the_goldens_of_its_first_steps(
+    cache: Path, tmp_path: Path, experts: ExpertBits
+) -> None:
+    model, name = None, "golden.json"
+    if experts == "3bit":
+        store = convert(embedded_path(), tmp_path / "s", layout="row", experts3bit=True)
+        model, name = store.path, "golden_3bit.json"
+    golden = json.loads((GOLDENS / "smolmoe-135m" / name).read_text())
     case = min(golden["prompts"], key=lambda prompt: len(prompt["ids"]))
-    with Engine.open(cap="1GiB", **mlx_options("f32", context=128, max_slots=40)) as engine:
+    options = mlx_options("f32", context=128, max_slots=40, experts=experts)
+    with Engine.open(model, cap="1GiB", **options) as engine:
         hidden = engine.feed(case["ids"])
         for step, token in enumerate(case["greedy_ids"][:4]):
             logits = engine.logits(hidden)[0]
