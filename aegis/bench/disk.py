@@ -24,7 +24,7 @@ from aegis.tiers.read_pool import ReadPool, open_read_pool
 from aegis.tiers.store import ExpertFiles
 
 ROUNDS = 3
-_ROUND_S = 0.4
+_ROUND_S = 0.25
 _AHEAD = 3
 """Reads queued per thread: none of them waits for us."""
 _ARENA_NBYTES = 32 * MIB

@@ -20,7 +20,7 @@ from aegis.tiers.arena import HUGE_NBYTES, Arena
 MOST_NBYTES = 512 * MIB
 """Far more than any cache holds; less where the cap is small."""
 _WINDOW_NBYTES = 16 * MIB
-_SECONDS = 0.6
+_SECONDS = 0.4
 
 
 def ram_limit(threads: int, nbytes: int = MOST_NBYTES, seconds: float = _SECONDS) -> float:

@@ -133,3 +133,5 @@ def command(positional: str | None, **options: Any) -> int:
 for _option in command.params:
     if isinstance(_option, click.Option) and _option.name in VARIED:
         _takes_several(_option)
+    elif isinstance(_option, click.Option) and _option.name == "ctx_size":
+        _option.help = "Context in tokens. [default: just what -p and -n need]"
