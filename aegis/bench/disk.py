@@ -24,7 +24,6 @@ from aegis.tiers.read_pool import ReadPool, open_read_pool
 from aegis.tiers.store import ExpertFiles
 
 ROUNDS = 3
-_ROUND_S = 0.25
 _AHEAD = 3
 """Reads queued per thread: none of them waits for us."""
 _ARENA_NBYTES = 32 * MIB
@@ -38,10 +37,9 @@ class Reads:
     threads: int
 
 
-def disk_limits(
-    path: Path, experts: ExpertBits, kinds: list[Reads], seconds: float = _ROUND_S
-) -> list[float]:
-    """Bytes per second of each kind of reads: the best of a few rounds, which take turns.
+def disk_limits(path: Path, experts: ExpertBits, kinds: list[Reads], seconds: float) -> list[float]:
+    """Bytes per second of each kind of reads: the best of a few rounds of so many seconds, which
+    take turns.
 
     Raises:
         ReadError: the disk refuses.

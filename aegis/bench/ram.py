@@ -17,14 +17,13 @@ from aegis.kernels import registry
 from aegis.settings import MIB
 from aegis.tiers.arena import HUGE_NBYTES, Arena
 
-MOST_NBYTES = 512 * MIB
-"""Far more than any cache holds; less where the cap is small."""
 _WINDOW_NBYTES = 16 * MIB
-_SECONDS = 0.4
 
 
-def ram_limit(threads: int, nbytes: int = MOST_NBYTES, seconds: float = _SECONDS) -> float:
-    """Bytes per second of reading ``nbytes`` over and over for a while: the best pass of it.
+def ram_limit(threads: int, nbytes: int, seconds: float) -> float:
+    """Bytes per second of reading ``nbytes`` over and over for so many seconds: the best pass.
+
+    nbytes: more than caches hold, or they are what is measured.
 
     Raises:
         ArenaError: the system has no memory for it.

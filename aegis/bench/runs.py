@@ -18,6 +18,8 @@ from aegis.settings import MIB, ExpertBits
 from aegis.tiers.scatter import RUN_NBYTES
 
 WORKER = "aegis.bench.worker"
+LOOK_S = 0.25
+"""How long one kind of reads is measured at a time."""
 _RAM_NBYTES = 512 * MIB
 _LEAST_RAM_NBYTES = 16 * MIB
 
@@ -124,6 +126,7 @@ def limits_request(
         "io_threads": config.io_threads,
         "runs": sorted({1, run_records(plan)}),
         "threads": threads,
+        "seconds": LOOK_S,
         "ram_nbytes": max(room, _LEAST_RAM_NBYTES),
     }
 

@@ -96,9 +96,10 @@ def limits(request: Mapping[str, Any]) -> dict[str, Any]:
     from aegis.bench.disk import Reads, disk_limits
     from aegis.bench.ram import ram_limit
 
+    seconds, threads = request["seconds"], request["threads"]
     kinds = [Reads(run, request["io_threads"]) for run in request["runs"]]
-    disk = disk_limits(Path(request["store"]), request["experts"], kinds)
-    ram = ram_limit(request["threads"], request["ram_nbytes"]) if request["threads"] else None
+    disk = disk_limits(Path(request["store"]), request["experts"], kinds, seconds)
+    ram = ram_limit(threads, request["ram_nbytes"], seconds) if threads else None
     return {"disk": dict(zip(map(str, request["runs"]), disk, strict=True)), "ram": ram}
 
 

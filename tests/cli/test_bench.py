@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_tools import measured
 from command_here import Done, command_here
 from small_model import linux
 
@@ -113,9 +114,10 @@ def test_hits_are_those_of_a_forced_run(aegis: Aegis, small_model: str) -> None:
 
 
 def test_limits_are_measured_with_the_store_and_the_threads_of_the_run(
-    aegis: Aegis, monkeypatch: pytest.MonkeyPatch
+    aegis: Aegis, small_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(runs, "LOOK_S", 0.02)
 
     def ask(request: dict[str, Any], *rest: Any) -> dict[str, Any]:
         asked.append(request)
@@ -123,8 +125,8 @@ def test_limits_are_measured_with_the_store_and_the_threads_of_the_run(
 
     runs_ask = runs.ask
     monkeypatch.setattr(runs, "ask", ask)
-    options = ("-p", "4", "-n", "2", "-r", "1", "--cap", "1GiB", "--io-threads", "1")
-    found = aegis("bench", *options, "--threads", "1", "--json").json
+    options = ("-p", "4", "-n", "2", "-r", "1", "--cap", "100MiB", "--io-threads", "1")
+    found = aegis("bench", small_model, *options, "--threads", "1", "--json").json
     before, _, after = asked
     assert before == after
     assert (before["io_threads"], before["threads"]) == (1, 1)
@@ -136,14 +138,23 @@ def test_limits_are_measured_with_the_store_and_the_threads_of_the_run(
     assert token["ram"]["computing_nbytes_per_s"] > token["ram"]["nbytes_per_s"] > 0
 
 
-def test_every_combination_is_one_line_of_csv(aegis: Aegis, small_model: str) -> None:
-    options = ("--cap", "1GiB", "--guess-width", "0,3", "--threads", "1,2", "-o", "csv", "-q")
-    done = aegis("bench", "-m", small_model, *QUICK[2:], "-p", "0", *options)
+def test_every_combination_is_one_line_of_csv(
+    aegis: Aegis, small_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = fake(monkeypatch, lambda count, found: found["repetitions"].pop())
+    options = ("--cap", "1GiB,2GiB", "--guess-width", "0,3", "--threads", "1,2", "-o", "csv", "-q")
+    done = aegis("bench", "-m", small_model, *QUICK, *options, "--policy", "lru")
     assert (done.returncode, done.stderr) == (0, "")
     table = list(csv.DictReader(done.stdout.splitlines()))
-    assert {row["test"] for row in table} == {"tg4"}
-    combinations = {(row["guess_width"], row["threads"]) for row in table}
-    assert len(combinations) == len(table) == 4
+    assert len(table) == 2 * len(asked) == 16
+    names = ("guess_width", "threads", "policy", "context", "io_threads")
+    settings = [tuple(one["settings"][name] for name in names) for one in asked]
+    assert settings == [
+        (width, threads, "lru", 12, 2) for width in (0, 3) for threads in (1, 2) for _ in range(2)
+    ]
+    assert [one["cap_nbytes"] >> 30 for one in asked] == [1, 2] * 4
+    same = {"prompt_tokens": 8, "tokens": 4, "repetitions": 2, "seed": 0}
+    assert all(same.items() <= one.items() for one in asked)
 
 
 def test_md_is_what_is_printed_without_a_format(aegis: Aegis, small_model: str) -> None:
@@ -206,16 +217,24 @@ def test_experts_that_are_not_there_are_told_before_anything_is_measured(
     assert "aegis convert" in done.stderr
 
 
-def fake(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[int, dict[str, Any]], None]) -> None:
-    """Have what the n-th process says changed, or an exception in its place."""
-    count, ask = iter(range(100)), runs.ask
+def fake(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[int, dict[str, Any]], None]
+) -> list[dict[str, Any]]:
+    """Nothing is measured; what the n-th process says may be changed, or an exception comes in
+    its place. Returns what they are asked, as it comes."""
+    asked: list[dict[str, Any]] = []
 
-    def asked(*arguments: Any) -> dict[str, Any]:
-        found = ask(*arguments)
-        spoil(next(count), found)
+    def ask(
+        request: dict[str, Any], what: str, tick: Callable[[int], None] = lambda tokens: None
+    ) -> dict[str, Any]:
+        tick(6)
+        asked.append(request)
+        found = measured()
+        change(len(asked) - 1, found)
         return found
 
-    monkeypatch.setattr(runs, "ask", asked)
+    monkeypatch.setattr(runs, "ask", ask)
+    return asked
 
 
 @pytest.mark.parametrize("exception", [KeyboardInterrupt, AegisError])
@@ -291,24 +310,27 @@ def test_a_bar_is_cleared_before_a_row_is_printed(
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr("aegis.cli.progress.tell", lambda text, end: said.append(text + end))
-    monkeypatch.setattr(benching.click, "echo", lambda text: said.append("a row"))
+
+    class Rows:
+        def row(self, row: dict[str, Any]) -> None:
+            said.append("a row")
+
+        def end(self, complete: bool) -> None:
+            assert complete
+
+    monkeypatch.setattr(benching, "open_format", lambda *arguments: Rows())
 
     class Bar(benching.ProgressBar):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             self._on = True
 
-    def ask(request: dict[str, Any], what: str, tick: Callable[[int], None]) -> dict[str, Any]:
-        tick(6)
-        return runs_ask(request, what, tick)
-
-    runs_ask = runs.ask
-    monkeypatch.setattr(runs, "ask", ask)
+    fake(monkeypatch, lambda count, found: None)
     monkeypatch.setattr(benching, "ProgressBar", Bar)
     done = aegis("bench", small_model, *QUICK, "--guess-width", "0,1", "-o", "jsonl")
     assert done.returncode == 0
     bars = [text for text in said if "measuring" in text]
-    assert "25 %" in bars[0]
-    assert "75 %" in bars[-1]
+    assert "12 %" in bars[0]
+    assert "62 %" in bars[-1]
     for before, after in pairwise(said):
         assert after != "a row" or before in ("a row", "\r\x1b[K")
