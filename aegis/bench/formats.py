@@ -103,7 +103,7 @@ _MEASURED: list[_Column] = [
 
 
 class Markdown:
-    """A table as llama-bench's, a line at a time, and how long prompts took below it."""
+    """A table as llama-bench's, a line at a time, and below it what repetitions differ in."""
 
     def __init__(self, head: Mapping[str, Any], varied: Sequence[str], write: Write) -> None:
         self._model, self._write = str(head["model"]), write
@@ -139,16 +139,17 @@ class Markdown:
         self._write(f"| {cells[0]:<{max(len(self._model), 5)}} | {' | '.join(rest)} |")
 
     def _note(self, row: Row) -> None:
+        """What changes from one repetition to the next: slots keep what others have read."""
+        hits = ", ".join(f"{100 * one['hit_rate']:.1f} %" for one in row["repetitions"])
+        told = f"hits {hits}"
         if row["ttft_s"] is not None:
             took = ", ".join(f"{seconds:.2f} s" for seconds in row["ttft_s"])
-            hits = ", ".join(f"{100 * one['hit_rate']:.1f} %" for one in row["repetitions"])
-            where = (
-                f"{format_size(row['cap_nbytes'])}, {row['experts']}, width {row['guess_width']}"
-            )
-            self._below.append(f"{where}: first token of each prompt after {took}; hits {hits}")
+            told = f"first token after {took}; {told}"
+        where = ", ".join(f"{name} {show(row)}" for name, _, show in self._configured)
+        self._below.append(f"{where}, {row['test']}: {told}")
 
     def end(self, complete: bool) -> None:
-        """What belongs to whole configurations, one line each."""
+        """What belongs to single repetitions."""
         if self._below:
             self._write("\n".join(["", *(f"- {line}" for line in self._below)]))
 

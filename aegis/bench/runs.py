@@ -88,6 +88,8 @@ def _followed(process: subprocess.Popen[bytes], tick: Callable[[int], None]) -> 
     """The last line that is no news of the way there."""
     found: dict[str, Any] = {}
     for line in process.stdout or ():
+        if not line.startswith(b"{"):
+            continue  # Some library has something to say.
         value = json.loads(line)
         if value.keys() == {"done"}:
             tick(value["done"])

@@ -132,8 +132,9 @@ class Timing:
     @property
     def spent(self) -> Spent:
         """Seconds of each part so far, with all that the tiers have waited since they count."""
-        *blocks, rows = self._seconds
-        return Spent(*blocks, rows + self._opened.tiers.stats.totals().wait_s)
+        attention, experts, router, head, rows = self._seconds
+        waited = self._opened.tiers.stats.totals().wait_s
+        return Spent(attention, experts, router, head, rows + waited)
 
     @property
     def threads(self) -> int:

@@ -110,7 +110,7 @@ def test_md_is_a_table_whose_lines_are_as_long_as_its_head(rows: list[dict[str, 
     assert len({len(line) for line in table}) == 1
     assert "3.00 ± 1.41" in table[3]
     assert "does not fit" in table[4]
-    assert "first token of each prompt after 2.00 s, 1.00 s" in text
+    assert "width 6, pp8: first token after 2.00 s, 1.00 s; hits 75.0 %, 75.0 %" in text
 
 
 def test_csv_and_jsonl_have_the_numbers_of_json(rows: list[dict[str, Any]]) -> None:

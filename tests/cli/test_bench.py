@@ -164,7 +164,7 @@ def test_md_is_what_is_printed_without_a_format(aegis: Aegis, small_model: str) 
     assert head.startswith("| model ")
     assert set(rule) == set("|-:")
     assert " pp5 " in row
-    assert "first token of each prompt after" in rest[-1]
+    assert "pp5: first token after" in rest[-1]
     assert "no --cap was given" in done.stderr
 
 
@@ -273,6 +273,43 @@ def test_the_sentence_and_the_exit_code_of_a_process_are_ours(small_model: str) 
     assert refused.value.exit_code == 3
     with pytest.raises(AegisError, match="a run ended with 1: KeyError"):
         runs.ask({}, "a run")
+
+
+@pytest.mark.parametrize(
+    ("program", "sentence"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", "a run was ended by signal 9 (out of memory, if"),
+        ("import sys; sys.exit(3)", "a run ended with 3"),
+        ("print('{}')", "a run ended with 0"),
+        ("raise OSError('no disk')", "a run ended with 1: OSError: no disk"),
+    ],
+)
+def test_a_process_that_dies_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str, sentence: str
+) -> None:
+    monkeypatch.setattr(runs, "WORKER", stand_in(monkeypatch, tmp_path, program))
+    with pytest.raises(AegisError) as told:
+        runs.ask({}, "a run")
+    assert str(told.value).startswith(sentence)
+
+
+def test_what_a_library_prints_is_no_answer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = """print('hello'); print('{"done": 3}'); print('{"done": 9}'); print('{"a": 1}')"""
+    monkeypatch.setattr(runs, "WORKER", stand_in(monkeypatch, tmp_path, program))
+    done: list[int] = []
+    assert runs.ask({}, "a run", done.append) == {"a": 1}
+    assert done == [3, 9]
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, folder: Path, program: str) -> str:
+    """A module that takes the worker's place."""
+    (folder / "stand_in_for_worker.py").write_text(program)
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    )
+    return "stand_in_for_worker"
 
 
 @linux
