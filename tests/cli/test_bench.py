@@ -306,9 +306,7 @@ def test_what_a_library_prints_is_no_answer(
 def stand_in(monkeypatch: pytest.MonkeyPatch, folder: Path, program: str) -> str:
     """A module that takes the worker's place."""
     (folder / "stand_in_for_worker.py").write_text(program)
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
-    )
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
     return "stand_in_for_worker"
 
 
