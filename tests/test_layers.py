@@ -43,7 +43,8 @@ INNER = {
     "aegis.api": ENGINE | {"aegis.engine"},
     "aegis": ENGINE | {"aegis.engine", "aegis.api"},
     "aegis.doctor": ENGINE | {"aegis.engine"},
-    "aegis.cli": ENGINE | {"aegis.engine", "aegis.doctor"},
+    "aegis.bench": ENGINE | {"aegis.engine"},
+    "aegis.cli": ENGINE | {"aegis.engine", "aegis.doctor", "aegis.bench"},
     "aegis.server": ENGINE | {"aegis.engine"},
     "aegis.__main__": {"aegis.cli"},
 }

@@ -116,6 +116,7 @@ class ShufflingPool:
         self.checked = 0
         """Records whose checksum was compared."""
         self.read_nbytes = 0
+        self.busy_s = 0.0
 
     @property
     def depth(self) -> int:
@@ -198,6 +199,7 @@ class CountingPool:
     def __init__(self) -> None:
         self.read_nbytes = 0
         self.depth = 0
+        self.busy_s = 0.0
         self._results: list[int] = []
 
     def submit(

@@ -101,6 +101,11 @@ class ExpertTiers:
         """Whether anything is read early while decoding."""
         return self._guesser.width.most > 0
 
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which the pool was reading, since it was opened."""
+        return self._pool.busy_s
+
     def guess(self, layer_index: int, ranked: Sequence[int] | NDArray[np.int32] = ()) -> int:
         """Start reads for what MoE layer ``layer_index`` (counted among MoE layers) may choose.
 

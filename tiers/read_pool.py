@@ -17,6 +17,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from time import perf_counter
 from typing import Protocol
 
 from aegis.tiers.errors import ReadPoolError
@@ -92,6 +93,10 @@ class ReadPool(Protocol):
     def depth(self) -> int:
         """Reads queued or being read."""
 
+    @property
+    def busy_s(self) -> float:
+        """Seconds since open in which at least one read was under way, its checksums included."""
+
     def close(self) -> None:
         """Withdraw what is queued (result -ECANCELED) and join the threads."""
 
@@ -149,6 +154,10 @@ class PythonReadPool:
         self._closed = False
         self._read_nbytes = 0
         self._pending = 0
+        self._reading = 0
+        """Threads that are inside of a read."""
+        self._began = self._busy_s = 0.0
+        """When the first of these began, and what was before."""
         self._threads: list[threading.Thread] = []
         self._start(threads)
         self._switched = True
@@ -287,6 +296,12 @@ class PythonReadPool:
         """See ReadPool."""
         return self._pending
 
+    @property
+    def busy_s(self) -> float:
+        """See ReadPool."""
+        with self._own_lock():
+            return self._busy_s + (perf_counter() - self._began if self._reading else 0.0)
+
     def close(self) -> None:
         """See ReadPool. A forked child leaves everything as it is."""
         if os.getpid() != self._process:
@@ -316,6 +331,9 @@ class PythonReadPool:
                         job = self._jobs.get(queue.popleft())
                         if job is not None and not job.started:
                             job.started = True
+                            if not self._reading:
+                                self._began = perf_counter()
+                            self._reading += 1
                             return job
                 if self._closed:
                     return None
@@ -328,6 +346,9 @@ class PythonReadPool:
             except MemoryError:
                 result = -errno.ENOMEM
             with self._lock:
+                self._reading -= 1
+                if not self._reading:
+                    self._busy_s += perf_counter() - self._began
                 job.result = result
                 self._read_nbytes += max(0, result)
                 self._pending -= 1

@@ -36,6 +36,7 @@ class _NoDisk:
     """A read pool whose reads end when somebody waits, or when a layer has been computed."""
 
     depth = 0
+    busy_s = 0.0
 
     def __init__(self) -> None:
         self._nbytes: dict[int, int] = {}

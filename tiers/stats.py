@@ -46,6 +46,11 @@ class Counters:
         for field in fields(self):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
+    def since(self, before: Counters) -> Counters:
+        """What was counted after ``before``."""
+        names = [field.name for field in fields(self)]
+        return Counters(*(getattr(self, name) - getattr(before, name) for name in names))
+
     def as_dict(self) -> dict[str, Any]:
         """Every count, with choices and hit_rate."""
         return asdict(self) | {"choices": self.choices, "hit_rate": self.hit_rate}

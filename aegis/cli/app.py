@@ -21,6 +21,7 @@ VERBS = (
     "run",
     "plan",
     "sweep",
+    "bench",
     "pull",
     "convert",
     "list",

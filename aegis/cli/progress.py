@@ -36,6 +36,12 @@ class ProgressBar:
         sizes = f"{self._show(done)} of {self._show(total)}"
         tell(f"\r{self._what} [{bar}] {percent:3d} %  {sizes:<24}", end)
 
+    def clear(self) -> None:
+        """Empty the line for what is written next; the bar comes again with the next call."""
+        if self._on and self._shown >= 0:
+            self._shown = -1
+            tell("\r\x1b[K", "")
+
 
 class DownloadBar:
     """Called with (done, total, sentence): says the sentence once, then draws."""

@@ -16,6 +16,7 @@ from aegis.engine.logits_room import LogitsRoom
 from aegis.engine.lookahead import Lookahead
 from aegis.engine.opening import Opened, open_model
 from aegis.engine.planning import settings_for
+from aegis.engine.timing import Timing
 from aegis.engine.token_ids import refuse_no_ids, token_array, whole
 from aegis.engine.tracing import Tracing
 from aegis.engine.turn import Turn, in_turn
@@ -230,6 +231,11 @@ class Engine:
         """A context in which the routing of every token that is decoded is recorded."""
         self._check_open()
         return Tracing(self._opened)
+
+    def timing(self) -> Timing:
+        """A context in which it is measured where the time goes."""
+        self._check_open()
+        return Timing(self._opened)
 
     def _feed(self, ids: Sequence[int]) -> Any:
         self._check_open()

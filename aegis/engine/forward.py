@@ -72,6 +72,16 @@ class Forward:
         self._unseen: list[list[tuple[int, Routing]]] = []
         """Routing that nobody has looked at yet, by MoE layer, of the latest tokens."""
 
+    @property
+    def blocks(self) -> tuple[Decoder, Embed]:
+        """What tokens go through. Where the backend does not queue, others that compute the same
+        may take their place: a bench puts clocks around them."""
+        return self._decoder, self._embed
+
+    @blocks.setter
+    def blocks(self, blocks: tuple[Decoder, Embed]) -> None:
+        self._decoder, self._embed = blocks
+
     def decode(self, token: int, position: int) -> Array:
         """One token at ``position`` to its last hidden state [1, H]."""
         self.count(least=_COUNTED_TOGETHER)

@@ -18,7 +18,8 @@ SMALL = ("--backend", "reference", "-c", "64", "--cap", "1GiB")
 def test_help_lists_every_verb(aegis: Aegis) -> None:
     done = aegis("--help")
     assert done.returncode == 0
-    for verb in ("run", "plan", "sweep", "pull", "convert", "list", "show", "rm", "verify", "eval"):
+    verbs = ("run", "plan", "sweep", "bench", "pull", "convert", "list", "show", "rm", "verify")
+    for verb in (*verbs, "eval"):
         assert f"  {verb} " in done.stdout
         told = aegis(verb, "--help")
         assert told.returncode == 0

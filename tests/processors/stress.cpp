@@ -164,6 +164,7 @@ void stress_reads(int fd, const std::vector<int64_t>& checksums, int threads, in
   ReadPool pool(threads, false);
   std::deque<Pending> pending;
   int64_t taken = 0;
+  double busy = 0;
   const auto finish = [&](Pending& read) {
     std::vector<ReadPool::Ticket> ended;
     while (ended.empty()) pool.poll({read.ticket}, ended, 50);
@@ -196,6 +197,9 @@ void stress_reads(int fd, const std::vector<int64_t>& checksums, int threads, in
       finish(pending.front());
       pending.pop_front();
     }
+    const double busier = pool.busy_s();
+    expect(busier >= busy, "a pool became less busy");
+    busy = busier;
   }
   for (size_t left = random_below(12); left < pending.size();) {
     finish(pending.back());

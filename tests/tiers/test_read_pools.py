@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -311,6 +312,49 @@ def test_closing_withdraws_what_is_queued_and_ends_the_threads(
     with pytest.raises(RuntimeError, match="closed"):
         pool.submit(file, 0, PAGE, memory.address, True)
     pool.close()
+
+
+def test_a_pool_is_busy_while_it_reads_and_never_longer_than_it_is_open(
+    open_pool: OpenPool, file: int
+) -> None:
+    begun = time.perf_counter()
+    pool, memory = open_pool(3), Memory(8 * PAGE)
+    assert pool.busy_s == 0
+    before = 0.0
+    for pages in (1, 8, 3):
+        tickets = [
+            pool.submit(file, page * PAGE, PAGE, memory.address + page * PAGE, page % 2 == 0)
+            for page in range(pages)
+        ]
+        for ticket in tickets:
+            pool.wait(ticket)
+            assert pool.result(ticket) == PAGE
+        # All have ended: from here on nothing is added.
+        busy = pool.busy_s
+        assert busy == pool.busy_s
+        # However many threads read at a time.
+        assert before < busy <= time.perf_counter() - begun
+        before = busy
+
+
+def test_a_read_that_has_not_ended_counts_as_far_as_it_is(open_pool: OpenPool) -> None:
+    pool = open_pool()
+    with Occupied(pool):
+        first = pool.busy_s
+        while pool.busy_s <= first:
+            pass
+    end = pool.busy_s
+    assert end > first
+    assert pool.busy_s == end
+
+
+def test_what_is_withdrawn_is_no_reading(open_pool: OpenPool, file: int) -> None:
+    pool, memory = open_pool(), Memory(PAGE)
+    with Occupied(pool):
+        assert pool.cancel(pool.submit(file, 0, PAGE, memory.address, False))
+    busy = pool.busy_s
+    pool.close()
+    assert pool.busy_s == busy
 
 
 def test_a_pool_needs_a_thread(open_pool: OpenPool) -> None:

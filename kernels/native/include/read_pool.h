@@ -4,6 +4,7 @@
 #include "of_process.h"
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -49,10 +50,13 @@ class ReadPool {
     std::int64_t result(Ticket ticket);
     std::int64_t read_nbytes() const { return read_nbytes_.load(std::memory_order_relaxed); }
     std::int64_t depth();
+    // Seconds since open in which at least one read was under way, its checksums included.
+    double busy_s();
     // In a forked child this leaves everything as it is; all other calls refuse to work there.
     void close();
 
   private:
+    using Clock = std::chrono::steady_clock;
     static constexpr std::int64_t kDamaged = -2;
 
     struct Job {
@@ -86,6 +90,9 @@ class ReadPool {
     std::deque<Ticket> demands_, guesses_;
     Ticket next_ = 1;
     std::int64_t pending_ = 0;
+    int reading_ = 0;           // threads that are inside of a read
+    Clock::time_point began_;   // the first of these
+    Clock::duration busy_{0};   // before that
     bool closed_ = false;
     const bool drop_cache_;
     const ReadCall read_;

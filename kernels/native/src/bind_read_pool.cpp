@@ -75,5 +75,6 @@ void bind_read_pool(nb::module_& m) {
         .def("result", &ReadPool::result, nb::arg("ticket"))
         .def_prop_ro("read_nbytes", &ReadPool::read_nbytes)
         .def_prop_ro("depth", &ReadPool::depth)
+        .def_prop_ro("busy_s", &ReadPool::busy_s)
         .def("close", &ReadPool::close, nb::call_guard<nb::gil_scoped_release>());
 }

@@ -166,6 +166,12 @@ std::int64_t ReadPool::depth() {
     return pending_;
 }
 
+double ReadPool::busy_s() {
+    const auto locked = lock();
+    const Clock::duration now = reading_ > 0 ? Clock::now() - began_ : Clock::duration{0};
+    return std::chrono::duration<double>(busy_ + now).count();
+}
+
 void ReadPool::close() {
     if (!shared_.here()) return;
     {
@@ -204,9 +210,11 @@ void ReadPool::serve() {
             continue;
         }
         job->started = true;
+        if (reading_++ == 0) began_ = Clock::now();
         locked.unlock();
         const std::int64_t result = perform(*job);
         locked.lock();
+        if (--reading_ == 0) busy_ += Clock::now() - began_;
         job->result = result;
         job->ended = true;
         if (result > 0) read_nbytes_.fetch_add(result, std::memory_order_relaxed);
