@@ -73,7 +73,7 @@ _Column = tuple[str, int, Callable[[Row], str]]
 _CONFIGURED: list[_Column] = [
     ("cap", 9, lambda row: format_size(row["cap_nbytes"])),
     ("experts", 7, lambda row: str(row["experts"])),
-    ("width", 5, lambda row: str(row["guess_width"])),
+    ("width", 5, lambda row: "auto" if row["guess_width"] is None else str(row["guess_width"])),
     ("threads", 7, lambda row: str(row["threads"])),
     ("io", 2, lambda row: str(row["io_threads"])),
 ]

@@ -30,7 +30,7 @@ class Configuration:
 
     cap_nbytes: int
     experts: ExpertBits
-    guess_width: int
+    guess_width: int | None
     threads: int | None
     io_threads: int
 
@@ -44,7 +44,7 @@ class Configuration:
 def configurations(
     caps: Sequence[int],
     experts: Sequence[ExpertBits],
-    guess_widths: Sequence[int],
+    guess_widths: Sequence[int | None],
     threads: Sequence[int | None],
     io_threads: Sequence[int],
 ) -> list[Configuration]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -65,9 +65,25 @@ class Whole(click.IntRange):
     name = "whole number"
 
 
-def _width(ctx: click.Context, param: click.Parameter, value: Any) -> int | None:
+if TYPE_CHECKING:
+    _OfAnything = click.ParamType[Any]
+else:
+    _OfAnything = click.ParamType  # Older ones are not generic.
+
+
+class WholeOrAuto(_OfAnything):
     """A whole number, or None where ``auto`` is said."""
-    return None if value == "auto" else Whole(0, 16).convert(value, param, ctx)
+
+    name = "whole number or auto"
+
+    def __init__(self, least: int, most: int) -> None:
+        self._number = Whole(least, most)
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int | None:
+        """See click.ParamType."""
+        return None if value == "auto" else self._number.convert(value, param, ctx)
 
 
 def all_of(options: Sequence[Callable[[F], F]]) -> Callable[[F], F]:
@@ -186,7 +202,7 @@ engine_options = all_of(
         ),
         click.option(
             "--guess-width",
-            callback=_width,
+            type=WholeOrAuto(0, 16),
             default="auto",
             show_default=True,
             metavar="N|auto",
