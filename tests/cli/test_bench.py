@@ -17,10 +17,12 @@ import pytest
 from bench_tools import measured
 from command_here import Done, command_here
 from small_model import linux
+from synthetic_tools import write_shape
 
 from aegis import Engine
 from aegis.bench import runs
 from aegis.bench.measure import Meter, repetition
+from aegis.checkpoint.store import Store
 from aegis.cli import benching
 from aegis.engine.forced import token_stream
 from aegis.errors import AegisError
@@ -155,6 +157,22 @@ def test_every_combination_is_one_line_of_csv(
     assert [one["cap_nbytes"] >> 30 for one in asked] == [1, 2] * 4
     same = {"prompt_tokens": 8, "tokens": 4, "repetitions": 2, "seed": 0}
     assert all(same.items() <= one.items() for one in asked)
+
+
+def test_random_weights_are_written_with_the_experts_that_are_asked_for(
+    aegis: Aegis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = write_shape(tmp_path / "shape")
+    asked = fake(monkeypatch, lambda count, found: None)
+    done = aegis("bench", shape, *QUICK, "--experts", "4bit,3bit", "--cap", "1GiB", "--json")
+    assert done.returncode == 0, done.stderr
+    assert [row["experts"] for row in done.json["rows"]] == ["4bit", "4bit", "3bit", "3bit"]
+    assert [(one["model"], one["settings"]["experts"]) for one in asked] == [
+        (shape, "4bit"),
+        (shape, "3bit"),
+    ]
+    assert done.json["model"] == shape
+    assert Store.open(aegis("convert", shape).stdout.strip()).has_3bit
 
 
 def test_md_is_what_is_printed_without_a_format(aegis: Aegis, small_model: str) -> None:
