@@ -4,9 +4,10 @@
 
 The first argument is the folder of a store in the layout of the C++ kernels, or synthetic:SHAPE,
 whose store is written into the cache first. The architecture is ``qwen35moe``. 4-bit matrices are
-written as blocks of the type named, ``q4_k`` where rows are a multiple of 256 long (see
-gguf_blocks.py); routers, norms and all else as float32, exactly. A tokenizer is not written: ids go
-in and logits come out. It is streamed, expert by expert.
+written as blocks of the type named, or of ``q4_1`` where that cannot be: ``q4_k`` wants rows of a
+multiple of 256 and biases of one sign (see gguf_blocks.py). Routers, norms and all else are written
+as float32, exactly. There is no tokenizer in it: ids go in and logits come out. The store is read
+expert by expert.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ _NUMBERS_AT_ONCE = 1 << 22
 _TYPES = {"f32": 0, "q4_1": 3, "q4_k": 12}
 _DEFAULT_SECTIONS = (11, 11, 10)
 """How the rotated channels are divided among three positions, which text has alike."""
+_STEPS = ("in_proj_a", "in_proj_b")
+"""A row per head, whose biases can be of both signs: more than q4_k holds."""
 _EXPERTS = dict(zip(PARTS, ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"), strict=True))
 _TOP = {"embed_tokens": "token_embd.weight", "norm": "output_norm.weight"}
 _TOP["lm_head"] = "output.weight"
@@ -144,10 +147,10 @@ class Export:
             for kind in (self._kind_of(p.shape, p.format),)
         )
 
-    def _kind_of(self, shape: tuple[int, ...], fmt: Format) -> str:
+    def _kind_of(self, shape: tuple[int, ...], fmt: Format, name: str = "") -> str:
         if fmt.kind != "affine" or fmt.bits != 4 or len(shape) != 2:
             return "f32"
-        return "q4_1" if shape[1] % SUPER else self._kind
+        return "q4_1" if shape[1] % SUPER or name.endswith(_STEPS) else self._kind
 
     def _resident(self, name: str) -> Tensor:
         entry = self._layout.resident[name]
@@ -156,7 +159,7 @@ class Export:
             values = self._vector(name)
             return Tensor(called, values.shape, "f32", lambda: iter([_bytes(values)]))
         shape = entry.shape[1:] if entry.shape[0] == 1 else entry.shape
-        kind = self._kind_of(entry.shape, entry.format)
+        kind = self._kind_of(entry.shape, entry.format, name)
         return Tensor(called, shape, kind, lambda: self._matrix(name, entry, kind))
 
     def _vector(self, name: str) -> NDArray[np.float32]:
