@@ -33,7 +33,7 @@ from aegis.checkpoint.store import Store
 from aegis.cli.progress import ProgressBar
 from aegis.errors import AegisError
 from aegis.kernels.base import DeltaSpec, Format, Weight
-from aegis.kernels.formats import MlxArrays, dequantize_mlx, to_f32, unpack, unpack_codes
+from aegis.kernels.formats import MlxArrays, dequantize_mlx, to_f32, unpack
 from aegis.kernels.sizes import LANES, block_inputs, block_nbytes
 from aegis.models import family
 from aegis.models.decoder import Description
@@ -235,15 +235,16 @@ class Export:
             return _bytes(dequantize_mlx(arrays, fmt))
         assert arrays.scales is not None
         assert arrays.biases is not None
-        codes = unpack_codes(arrays.weight, 4)
+        pairs = np.ascontiguousarray(arrays.weight).view(np.uint8)
         each = fmt.group_size // BLOCK
         scales, biases = (
             np.repeat(to_f32(raw, fmt), each, axis=1) for raw in (arrays.scales, arrays.biases)
         )
         if inputs is not None:
-            codes, of = codes[:, inputs], inputs[::BLOCK] // BLOCK
+            of = inputs[::BLOCK] // BLOCK
+            pairs = pairs.reshape(len(pairs), -1, BLOCK // 2)[:, of]
             scales, biases = scales[:, of], biases[:, of]
-        found, off = blocks("q4_1" if kind == "q4_1" else "q4_k", codes, scales, biases)
+        found, off = blocks("q4_1" if kind == "q4_1" else "q4_k", pairs, scales, biases)
         self.off[what] = max(self.off[what], off)
         return found
 
