@@ -41,6 +41,7 @@ def _tool(name: str) -> ModuleType:
 
 
 blocks = _tool("gguf_blocks")
+_tool("gguf_file")
 tool = _tool("export_gguf")
 
 

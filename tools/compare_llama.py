@@ -173,7 +173,8 @@ def aegis_command(case: Case, cap: int, *files: Path) -> list[str]:
 
 def llama_command(case: Case, repack: bool, **more: object) -> list[str]:
     """What runs llama.cpp: mapped, with its tensors repacked or not."""
-    keys = {"prompt": case.prompt, "context": case.context, "threads": case.threads}
+    keys: dict[str, object] = {"prompt": case.prompt, "context": case.context}
+    keys["threads"] = case.threads
     keys |= {"mmap": 1, "repack": int(repack), **more}
     given = [f"{key}={value}" for key, value in keys.items()]
     return [str(case.driver), str(case.gguf), str(case.ids), *given]

@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,10 +25,10 @@ def main() -> None:
     store, ids_file, prompt, cap, context, threads, *files = sys.argv[1:]
     ids = np.fromfile(ids_file, np.int32).tolist()
     count = int(prompt)
-    options = {"context": int(context), "threads": int(threads), "backend": "native"}
+    options: dict[str, Any] = {"context": int(context), "threads": int(threads)}
     begin = time.perf_counter()
     with contextlib.ExitStack() as stack:
-        engine = stack.enter_context(Engine.open(store, cap=cap, **options))
+        engine = stack.enter_context(Engine.open(store, cap=cap, backend="native", **options))
         load_s = time.perf_counter() - begin
         begin = time.perf_counter()
         if count:

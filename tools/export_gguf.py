@@ -15,9 +15,8 @@ from __future__ import annotations
 import argparse
 import math
 import secrets
-import struct
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from numpy.typing import NDArray
 
 from aegis.checkpoint.fileio import UncachedReader, aligned_buffer, sync_folder
 from aegis.checkpoint.layout import PARTS, ResidentTensor
-from aegis.checkpoint.overlapped import OverlappedWriter
 from aegis.checkpoint.storage import free_nbytes
 from aegis.checkpoint.store import Store
 from aegis.cli.progress import ProgressBar
@@ -43,15 +41,12 @@ from aegis.synthetic.names import is_synthetic
 sys.path.append(str(Path(__file__).resolve().parent))
 
 from gguf_blocks import BLOCK, BLOCK_SIZES, SUPER, Kind, blocks
+from gguf_file import ALIGN, File, Tensor
 
 U8 = NDArray[np.uint8]
 ARCH = "qwen35moe"
 FAMILY = "qwen3_5_moe"
-ALIGN = 32
-_PAGE = 4096
-_PIECE = 4 << 20
 _NUMBERS_AT_ONCE = 1 << 22
-_TYPES = {"f32": 0, "q4_1": 3, "q4_k": 12}
 _DEFAULT_SECTIONS = (11, 11, 10)
 """How the rotated channels are divided among three positions, which text has alike."""
 _STEPS = ("in_proj_a", "in_proj_b")
@@ -83,23 +78,6 @@ _OF_LAYER = {
     "mlp.shared_expert.up_proj": "ffn_up_shexp.weight",
     "mlp.shared_expert.down_proj": "ffn_down_shexp.weight",
 }
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """One tensor of the file; ``pieces`` yields its bytes."""
-
-    name: str
-    shape: tuple[int, ...]
-    """The longest axis of memory last, as in numpy."""
-    kind: str
-    pieces: Callable[[], Iterator[U8]]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its data."""
-        weights, nbytes = BLOCK_SIZES.get(self.kind, (1, 4))
-        return math.prod(self.shape) // weights * nbytes
 
 
 @dataclass
@@ -204,7 +182,7 @@ class Export:
             count = min(step, rows - first)
             arrays = self._arrays(entry, first, count)
             if order is not None:
-                arrays = MlxArrays(*(None if a is None else a[order] for a in arrays))
+                arrays = _of_rows(arrays, order)
             yield self._encoded(arrays, entry.format, kind, "other matrices", inputs)
 
     def _experts(self, index: int, layer: int, part: str) -> Tensor:
@@ -301,6 +279,15 @@ class Export:
         } | {f"{ARCH}.{key}": value for key, value in own.items()}
 
 
+def _of_rows(arrays: MlxArrays, rows: NDArray[np.intp]) -> MlxArrays:
+    weight, scales, biases = arrays
+    return MlxArrays(
+        weight[rows],
+        None if scales is None else scales[rows],
+        None if biases is None else biases[rows],
+    )
+
+
 def _called(name: str) -> str:
     """A resident tensor's name in the file."""
     if name in _TOP:
@@ -313,45 +300,6 @@ def _bytes(values: NDArray[np.float32]) -> U8:
     return np.ascontiguousarray(values, "<f4").reshape(-1).view(np.uint8)
 
 
-def _text(text: str) -> bytes:
-    data = text.encode()
-    return struct.pack("<Q", len(data)) + data
-
-
-def _value(value: Any) -> tuple[int, bytes]:
-    """The type of a value of the description, and its bytes."""
-    if isinstance(value, bool):
-        return 7, struct.pack("<?", value)
-    if isinstance(value, int):
-        return 4, struct.pack("<I", value)
-    if isinstance(value, float):
-        return 6, struct.pack("<f", value)
-    if isinstance(value, str):
-        return 8, _text(value)
-    kinds, items = zip(*map(_value, value), strict=True)
-    return 9, struct.pack("<IQ", kinds[0], len(items)) + b"".join(items)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGN) * ALIGN
-
-
-def header(description: dict[str, Any], tensors: Sequence[Tensor]) -> bytes:
-    """All that is ahead of the tensors' data."""
-    parts = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(description))]
-    for key, value in description.items():
-        kind, data = _value(value)
-        parts += [_text(key), struct.pack("<I", kind), data]
-    offset = 0
-    for tensor in tensors:
-        sizes = tensor.shape[::-1]
-        parts += [_text(tensor.name), struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)]
-        parts.append(struct.pack("<IQ", _TYPES[tensor.kind], offset))
-        offset += _aligned(tensor.nbytes)
-    data = b"".join(parts)
-    return data.ljust(_aligned(len(data)), b"\0")
-
-
 def export(store: Store, target: Path, kind: Kind, quiet: bool = False) -> Exported:
     """Write the file: beside its place first, so that it is whole or not there.
 
@@ -360,39 +308,22 @@ def export(store: Store, target: Path, kind: Kind, quiet: bool = False) -> Expor
         OSError: it cannot be written.
     """
     made = Export(store, kind)
-    tensors = made.tensors()
-    head = header(made.description(), tensors)
-    total = len(head) + sum(_aligned(tensor.nbytes) for tensor in tensors)
+    file = File(made.description(), made.tensors())
     free = free_nbytes(target.absolute().parent)
-    if free is not None and free < total + _PAGE:
+    if free is not None and free < file.nbytes:
         raise AegisError(
-            f"{target} takes {format_size(total)}, but {format_size(free)} are free there; name a"
-            " place with more room"
+            f"{target} takes {format_size(file.nbytes)}, but {format_size(free)} are free there;"
+            " name a place with more room"
         )
     bar = ProgressBar("exporting", quiet)
     beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
-        with OverlappedWriter(beside, _PIECE) as writer:
-            writer.write(np.frombuffer(head, np.uint8))
-            for tensor in tensors:
-                _write(writer, tensor, lambda done: bar(done, total))
-            nbytes = writer.written
-            writer.pad_to(_PAGE)
+        file.write(beside, bar)
         beside.replace(target)
     finally:
         beside.unlink(missing_ok=True)
     sync_folder(target.absolute().parent)
-    return Exported(nbytes, made.expert_nbytes(), made.off)
-
-
-def _write(writer: OverlappedWriter, tensor: Tensor, tell: Callable[[int], None]) -> None:
-    start = writer.written
-    for piece in tensor.pieces():
-        writer.write(piece)
-        tell(writer.written)
-    if writer.written - start != tensor.nbytes:
-        raise AssertionError(f"{tensor.name} has {writer.written - start} bytes")
-    writer.pad_to(ALIGN)
+    return Exported(file.nbytes, made.expert_nbytes(), made.off)
 
 
 def opened(model: str) -> Store:
