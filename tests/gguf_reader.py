@@ -16,11 +16,15 @@ F64 = NDArray[np.float64]
 class Gguf:
     """What a file says, and its tensors."""
 
+    data: bytes
     keys: dict[str, Any]
-    kinds: dict[str, int]
-    """ggml's number of each tensor's type."""
-    tensors: dict[str, F64]
-    """Dequantised, the longest axis of memory last."""
+    places: dict[str, tuple[list[int], int, int]]
+    """Of each tensor its shape, ggml's number of its type, and where its data begins."""
+
+    def values(self, name: str) -> F64:
+        """A tensor dequantised; what lies next to each other last."""
+        shape, kind, start = self.places[name]
+        return _values(self.data[start:], kind, int(np.prod(shape))).reshape(shape)
 
 
 class _Bytes:
@@ -87,7 +91,7 @@ def read(data: bytes) -> Gguf:
     source.at = 4
     assert source.number("I") == 3
     tensors, keys = source.number("Q"), source.number("Q")
-    found = Gguf({}, {}, {})
+    found = Gguf(data, {}, {})
     for _ in range(keys):
         name = source.text()
         found.keys[name] = source.value(source.number("I"))
@@ -100,7 +104,5 @@ def read(data: bytes) -> Gguf:
     start = -(-source.at // align) * align
     for name, shape, kind, offset in places:
         assert offset % align == 0
-        found.kinds[name] = kind
-        values = _values(data[start + offset :], kind, int(np.prod(shape)))
-        found.tensors[name] = values.reshape(shape)
+        found.places[name] = shape, kind, start + offset
     return found

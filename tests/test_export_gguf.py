@@ -82,7 +82,7 @@ def _delta_rows(values: F32, first: int, width: int) -> F32:
 
 def test_every_weight_is_the_stores_in_llama_cpps_place(golden: Store, tmp_path: Path) -> None:
     done, found = _exported(golden, tmp_path / "m.gguf", "q4_1")
-    stored, file = _stored(golden), found.tensors
+    stored = _stored(golden)
     assert done.off == {"experts": 0.0, "other matrices": 0.0}
     same = {"token_embd.weight": "embed_tokens", "output.weight": "lm_head"}
     same |= {f"blk.{n}.ffn_gate_inp.weight": f"layers.{n}.mlp.gate" for n in range(4)}
@@ -94,7 +94,7 @@ def test_every_weight_is_the_stores_in_llama_cpps_place(golden: Store, tmp_path:
     for part in "qkv":
         same[f"blk.3.attn_{part}.weight"] = f"layers.3.self_attn.{part}_proj"
     for name, other in same.items():
-        np.testing.assert_array_equal(file[name], stored[other], err_msg=name)
+        np.testing.assert_array_equal(found.values(name), stored[other], err_msg=name)
     inner = "layers.1.linear_attn."
     layer = {n.removeprefix(inner): v for n, v in stored.items() if n.startswith(inner)}
     expected = {
@@ -109,9 +109,9 @@ def test_every_weight_is_the_stores_in_llama_cpps_place(golden: Store, tmp_path:
         "ssm_norm.weight": layer["norm"],
     }
     for name, values in expected.items():
-        np.testing.assert_array_equal(file[f"blk.1.{name}"], values, err_msg=name)
+        np.testing.assert_array_equal(found.values(f"blk.1.{name}"), values, err_msg=name)
     norms = 2 * 4 + 1 + 2  # Of layers, of the output, of queries and keys.
-    assert len(file) == 4 * (3 + 5) + 3 * len(expected) + 4 + 2 + norms
+    assert len(found.places) == 4 * (3 + 5) + 3 * len(expected) + 4 + 2 + norms
 
 
 def test_what_the_file_says_of_the_model_is_true(golden: Store, tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_what_the_file_says_of_the_model_is_true(golden: Store, tmp_path: Path) 
     assert said["rope.dimension_count"] == 16
     assert said["rope.dimension_sections"] == [4, 2, 2, 0]
     assert said["ssm.inner_size"] == 128
-    assert said["vocab_size"] == len(found.tensors["token_embd.weight"])
+    assert said["vocab_size"] == found.places["token_embd.weight"][0][0]
 
 
 def test_experts_of_random_weights_are_exact_in_the_bytes_that_the_store_takes(
@@ -141,8 +141,8 @@ def test_experts_of_random_weights_are_exact_in_the_bytes_that_the_store_takes(
     stored = _stored(store)
     for part in ("gate", "up", "down"):
         name = f"blk.2.ffn_{part}_exps.weight"
-        assert found.kinds[name] == 12
-        np.testing.assert_array_equal(found.tensors[name], stored[f"layers.2.{part}_proj"])
+        assert found.places[name][1] == 12
+        np.testing.assert_array_equal(found.values(name), stored[f"layers.2.{part}_proj"])
 
 
 def _groups(draw: st.DrawFn, count: int, signed: bool) -> tuple[F32, F32]:
