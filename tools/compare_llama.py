@@ -29,6 +29,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aegis.checkpoint.store import Store
 from aegis.engine.forced import token_stream
@@ -39,6 +40,7 @@ sys.path.append(str(ROOT / "tests"))
 
 import cgroup  # noqa: E402 - it lies among the tests
 
+Ids = NDArray[np.int32]
 WARM_UP = 8
 """Decoded tokens that are not counted."""
 DRIVER = ROOT / "tools" / "llama_driver.cpp"
@@ -213,6 +215,12 @@ def _tell(name: str, run: Run) -> None:
     )
 
 
+def shared(a: Ids, b: Ids) -> NDArray[np.float64]:
+    """Of what a token chose in a layer by one, how much it chose by the other: [tokens, layers]."""
+    found: NDArray[np.float64] = (a[..., :, None] == b[..., None, :]).any(axis=-1).mean(axis=-1)
+    return found
+
+
 def agreement(case: Case, folder: Path, cap: int) -> None:
     """Print how many of the experts that both engines chose are the same, and how far logits are
     apart; of every decoded token."""
@@ -225,7 +233,7 @@ def agreement(case: Case, folder: Path, cap: int) -> None:
     chosen = int(layout.config.int("num_experts_per_tok"))
     shape = (case.tokens, len(layout.moe_layers), chosen)
     a, b = (np.fromfile(path, np.int32).reshape(shape) for path in (ours, theirs))
-    same = (a[..., :, None] == b[..., None, :]).any(axis=-1)
+    same = shared(a, b)
     x, y = (np.fromfile(path, np.float32).reshape(case.tokens, -1) for path in logits)
     greedy = (x.argmax(axis=1) == y.argmax(axis=1)).mean()
     apart = float(np.sqrt(((x - y) ** 2).mean() / x.var()))

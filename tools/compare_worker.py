@@ -1,8 +1,8 @@
 """What compare_llama.py runs of aegis: given token ids through a model; prints what it took.
 
-Arguments: the store, a file of int32 ids, how many of them are the prompt, the cap, the context,
-the threads, and optionally a file for the experts of each decoded token (int32 [decoded tokens,
-layers, chosen], ascending) and one for logits (float32 [decoded tokens, vocabulary]).
+Arguments: the store, a file of int32 ids, how many of them are the prompt, the cap in bytes, the
+context, the threads, and optionally a file for the experts of each decoded token (int32 [decoded
+tokens, layers, chosen], ascending) and one for logits (float32 [decoded tokens, vocabulary]).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> None:
     options: dict[str, Any] = {"context": int(context), "threads": int(threads)}
     begin = time.perf_counter()
     with contextlib.ExitStack() as stack:
-        engine = stack.enter_context(Engine.open(store, cap=cap, backend="native", **options))
+        engine = stack.enter_context(Engine.open(store, cap=int(cap), backend="native", **options))
         load_s = time.perf_counter() - begin
         begin = time.perf_counter()
         if count:
