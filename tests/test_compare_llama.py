@@ -109,7 +109,7 @@ def test_agreement_does_not_ask_for_the_order(tool: ModuleType) -> None:
 
 
 def test_without_a_build_the_remedy_is_named(tool: ModuleType, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"has no libllama\.so; build llama\.cpp's target"):
+    with pytest.raises(SystemExit, match=r"has no libllama\.so; give a clone with"):
         tool.build(tmp_path, tmp_path)
 
 

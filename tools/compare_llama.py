@@ -105,7 +105,7 @@ def build(llama: Path, folder: Path) -> Path:
     libraries = sorted((llama / "build").rglob("libllama.so"))
     if not libraries:
         raise SystemExit(
-            f"error: {llama / 'build'} has no libllama.so; build llama.cpp's target llama there"
+            f"error: {llama / 'build'} has no libllama.so; give a clone with a native build"
         )
     where = libraries[0].parent
     includes = [f"-I{llama / place}" for place in ("include", "ggml/include")]

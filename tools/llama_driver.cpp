@@ -119,6 +119,7 @@ llama_context* context_of(llama_model* model, const Options& options, int tokens
     params.n_ctx = options.number("context", tokens);
     params.n_batch = params.n_ctx;
     params.n_ubatch = options.number("ubatch", 512);
+    params.n_outputs_max = 1;  // Else there is room for the logits of a whole batch.
     params.n_threads = params.n_threads_batch = options.number("threads", 2);
     if (recorder.file.file) {
         params.cb_eval = Recorder::callback;
