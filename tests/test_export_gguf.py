@@ -80,8 +80,11 @@ def _delta_rows(values: F32, first: int, width: int) -> F32:
     return np.concatenate([values[:first], *heads])
 
 
-def test_every_weight_is_the_stores_in_llama_cpps_place(golden: Store, tmp_path: Path) -> None:
-    done, found = _exported(golden, tmp_path / "m.gguf", "q4_1")
+@pytest.mark.parametrize("kind", ["q4_1", "f32"])
+def test_every_weight_is_the_stores_in_llama_cpps_place(
+    golden: Store, tmp_path: Path, kind: str
+) -> None:
+    done, found = _exported(golden, tmp_path / "m.gguf", kind)
     stored = _stored(golden)
     assert done.off == {"experts": 0.0, "other matrices": 0.0}
     same = {"token_embd.weight": "embed_tokens", "output.weight": "lm_head"}

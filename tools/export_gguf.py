@@ -6,8 +6,8 @@ The first argument is the folder of a store in the layout of the C++ kernels, or
 whose store is written into the cache first. The architecture is ``qwen35moe``. 4-bit matrices are
 written as blocks of the type named, or of ``q4_1`` where that cannot be: ``q4_k`` wants rows of a
 multiple of 256 and biases of one sign (see gguf_blocks.py). Routers, norms and all else are written
-as float32, exactly. There is no tokenizer in it: ids go in and logits come out. The store is read
-expert by expert.
+as float32, exactly; ``--type f32`` writes everything so, to check places on a small model. There is
+no tokenizer in it: ids go in and logits come out. The store is read expert by expert.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,13 +120,13 @@ class Export:
         """Bytes of one routed expert in the file."""
         parts = (self._layout.experts.segments[part] for part in PARTS)
         return sum(
-            math.prod(p.shape) // BLOCK_SIZES[kind][0] * BLOCK_SIZES[kind][1]
-            for p in parts
-            for kind in (self._kind_of(p.shape, p.format),)
+            math.prod(part.shape) // weights * nbytes
+            for part in parts
+            for weights, nbytes in (BLOCK_SIZES[self._kind_of(part.shape, part.format)],)
         )
 
     def _kind_of(self, shape: tuple[int, ...], fmt: Format, name: str = "") -> str:
-        if fmt.kind != "affine" or fmt.bits != 4 or len(shape) != 2:
+        if self._kind == "f32" or fmt.kind != "affine" or fmt.bits != 4 or len(shape) != 2:
             return "f32"
         return "q4_1" if shape[1] % SUPER or name.endswith(_STEPS) else self._kind
 
@@ -210,7 +210,8 @@ class Export:
         inputs: NDArray[np.intp] | None = None,
     ) -> U8:
         if kind == "f32":
-            return _bytes(dequantize_mlx(arrays, fmt))
+            values = dequantize_mlx(arrays, fmt)
+            return _bytes(values if inputs is None else values[:, inputs])
         assert arrays.scales is not None
         assert arrays.biases is not None
         pairs = np.ascontiguousarray(arrays.weight).view(np.uint8)
@@ -344,7 +345,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("store", help="the folder of a store, or synthetic:SHAPE")
     parser.add_argument("target", type=Path)
-    parser.add_argument("--type", choices=list(BLOCK_SIZES), default="q4_k")
+    parser.add_argument("--type", choices=list(get_args(Kind)), default="q4_k")
     options = parser.parse_args()
     try:
         done = export(opened(options.store), options.target, options.type)

@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 U8 = NDArray[np.uint8]
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
-Kind = Literal["q4_1", "q4_k"]
+Kind = Literal["q4_1", "q4_k", "f32"]
 
 BLOCK = 32
 """Weights that share a scale and a bias."""
 SUPER = 256
 """Weights of a block of q4_k."""
-BLOCK_SIZES: dict[str, tuple[int, int]] = {"q4_1": (BLOCK, 20), "q4_k": (SUPER, 144)}
+BLOCK_SIZES = {"q4_1": (BLOCK, 20), "q4_k": (SUPER, 144), "f32": (1, 4)}
 """Weights and bytes of a block."""
 _CODES = 15
 _MOST = 63

@@ -38,7 +38,7 @@ class Tensor:
     @property
     def nbytes(self) -> int:
         """Bytes of its data."""
-        weights, nbytes = BLOCK_SIZES.get(self.kind, (1, 4))
+        weights, nbytes = BLOCK_SIZES[self.kind]
         return math.prod(self.shape) // weights * nbytes
 
 
