@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -246,6 +247,12 @@ def agreement(case: Case, folder: Path, cap: int) -> None:
     )
 
 
+def _end(number: int, frame: object) -> None:
+    """What is ended puts the read-ahead back and removes its group, as after Ctrl-C."""
+    del frame
+    raise SystemExit(128 + number)
+
+
 def main() -> int:
     """Compare at the cap and with everything in memory."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -263,6 +270,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=["agreement", "capped", "resident"])
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, _end)
     with tempfile.TemporaryDirectory(prefix="aegis-compare-") as name:
         folder = Path(name)
         case = Case(
