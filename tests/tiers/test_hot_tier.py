@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from tier_fakes import STRIDE, CountingPool, check_slots
+from tier_fakes import STRIDE, CountingPool, SlotReader, check_slots
 
 from aegis.tiers import Counters, ExpertFiles, ExpertTiers, SlotPool
 from aegis.tiers.guess import Guesser
@@ -182,7 +182,8 @@ def test_a_cold_slot_is_emptied_and_if_need_be_the_only_one_that_nobody_uses() -
 def test_the_victim_is_the_coldest_that_nobody_uses(seed: int, name: str, fast: bool) -> None:
     """However slots joined, left and moved, and whatever scale the scores are of."""
     rng = random.Random(seed)
-    slots, policy = SlotPool(12, STRIDE), open_policy(name, 30)
+    memory, policy = SlotReader(12), open_policy(name, 30)
+    slots = memory.slots
     hot = HotTier(slots, policy, reserve=3, seed=0)
     for _ in range(150):
         policy.tick(10_000 if fast and rng.random() < 0.1 else 1)
