@@ -7,7 +7,7 @@ from typing import Protocol
 HALF_LIFE_TOKENS = 32
 """After so many tokens a choice counts half: a topic outlasts a sentence. On traces of the embedded
 model and of the 35B shape, with slots for a tenth to a quarter of all experts, 24 to 48 are within
-a point of each other; 128 hits 1 to 3 points less often on all but one, there half a point more."""
+a point of each other; 128 hits 1 to 2 points less often on all but one, there half a point more."""
 
 _RESCALE_ABOVE = 1e100
 
