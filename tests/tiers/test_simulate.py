@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from routing_tools import made, traces
 
+from aegis.tiers.belady import belady
 from aegis.tiers.guess import GUESS_KINDS
 from aegis.tiers.policy import POLICIES
 from aegis.tiers.replay import replay
@@ -80,6 +81,18 @@ def test_nothing_is_faster_than_the_bound_of_the_same_policy_without_guesses(
     bound = least_seconds(found.counters.misses, tokens, disk, RECORD, token_s)
     assert found.seconds >= bound * (1 - 1e-9)
     assert bound >= tokens * token_s
+
+
+@given(traces(), tierings(), disks())
+def test_no_policy_and_no_guess_is_faster_than_beladys_bound(
+    trace: RoutingTrace, tiering: Tiering, disk: Disk
+) -> None:
+    tokens, layers, per_token = trace.shape
+    found, best = run(trace, tiering, disk), belady(trace, tiering.slots)
+    token_s = TIMES.token_s(layers, per_token)
+    assert found.counters.misses + found.counters.useful >= best.misses
+    bound = least_seconds(best.misses, tokens, disk, RECORD, token_s)
+    assert found.seconds >= bound * (1 - 1e-9)
 
 
 def test_a_token_timed_by_hand() -> None:
