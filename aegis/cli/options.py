@@ -35,7 +35,7 @@ def _read_caps(
         raise click.BadParameter(str(error), ctx, param) from None
 
 
-def _read_size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+def read_size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
     """``8GiB`` as bytes."""
     if value is None:
         return None
@@ -139,7 +139,7 @@ engine_options = all_of(
     [
         click.option(
             "--device-cap",
-            callback=_read_size,
+            callback=read_size,
             metavar="SIZE",
             help="What may lie in the memory of an NVIDIA GPU; --cap is then for the host alone. "
             "[default: --cap is for both together]",

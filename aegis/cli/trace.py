@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,13 @@ from aegis.cli.options import (
     model_option,
     prompt_options,
     quiet_option,
+)
+from aegis.cli.replayed import (
+    refuse_incomplete,
+    refuse_timing,
+    replay_options,
+    replayed,
+    replayed_lines,
 )
 from aegis.cli.report import SCHEMA_VERSION, note, note_fallback, note_plan, print_json
 from aegis.cli.source import SAMPLE_PROMPT, Request, requested
@@ -56,7 +64,7 @@ def _read_slots(
 
 
 @click.command("trace", short_help="Record routing, and say what it is worth to caches.")
-@click.argument("positionals", nargs=-1, metavar="[MODEL] [PROMPT] | show FILE")
+@click.argument("positionals", nargs=-1, metavar="[MODEL] [PROMPT] | show FILE | replay FILE")
 @model_option
 @prompt_options
 @click.option(
@@ -78,6 +86,7 @@ def _read_slots(
     metavar="N,..",
     help="Numbers of slots to tell the hits of. [default: a few parts of all experts]",
 )
+@replay_options
 @cap_option(f"Memory cap, as 4GiB or 512MiB. {DEFAULT_CAP_HELP}")
 @engine_options
 @json_option
@@ -95,7 +104,16 @@ def command(
     routers of the next layers would have guessed, and the token before chose too; how evenly
     experts are chosen; and for numbers of slots the share of choices that the hot tier would hit.
     'aegis trace show FILE' prints the same of a trace that is there.
+
+    'aegis trace replay FILE' sends it through slots without weights: hits with --policy, --guess
+    and --guess-width, hits without guesses, and the most that any policy could hit without them
+    (Belady's). With --disk, --record and --compute also tokens per second, and the most that
+    policy, or any, could reach if no read were waited for that was not needed.
     """
+    if positionals[:1] == ("replay",):
+        _print(_replayed(positionals[1:], tokens, output, slots, options), options, replayed_lines)
+        return 0
+    refuse_timing(options)
     if positionals[:1] == ("show",):
         trace = _loaded(positionals[1:], tokens, output)
     else:
@@ -103,13 +121,32 @@ def command(
         trace = _recorded(positionals, tokens, output, options)
         if not options["quiet"]:
             note(f"wrote {output}\n")
-    found = statistics(trace, slots or _usual_slots(trace))
+    _print(statistics(trace, slots or _usual_slots(trace)), options, _lines)
+    return 0
+
+
+def _print(
+    found: dict[str, Any], options: Options, lines: Callable[[dict[str, Any]], list[str]]
+) -> None:
     if options["as_json"]:
         print_json({"schema_version": SCHEMA_VERSION, **found})
     else:
-        for line in _lines(found):
+        for line in lines(found):
             click.echo(line)
-    return 0
+
+
+def _replayed(
+    files: tuple[str, ...],
+    tokens: int | None,
+    output: Path | None,
+    slots: tuple[int, ...] | None,
+    options: Options,
+) -> dict[str, Any]:
+    if len(files) != 1 or tokens is not None or output is not None:
+        raise click.UsageError("replay takes the file of one trace, and writes none")
+    refuse_incomplete(options)
+    trace = _loaded(files, tokens, output)
+    return replayed(trace, slots or _usual_slots(trace), trace.shape[0] // _WARM_UP, options)
 
 
 def _loaded(files: tuple[str, ...], tokens: int | None, output: Path | None) -> RoutingTrace:

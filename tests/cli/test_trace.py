@@ -10,6 +10,7 @@ import pytest
 from command_here import Done, command_here
 from synthetic_tools import write_shape
 
+from aegis.synthetic.shipped import shipped_trace
 from aegis.tiers.trace import RoutingTrace
 
 Aegis = Callable[..., Done]
@@ -110,10 +111,50 @@ def test_the_prompt_and_its_answer_are_recorded(aegis: Aegis, shape: str, tmp_pa
     assert tokens == json.loads(ran.stdout)["prompt_tokens"] + 3
 
 
+def test_a_trace_is_replayed_with_slots_guesses_and_a_disk_of_any_kind(
+    aegis: Aegis, tmp_path: Path
+) -> None:
+    trace = shipped_trace("embedded")
+    assert trace is not None
+    trace.save("small.trace")
+    done = aegis("trace", "replay", "small.trace", "--slots", "60,120", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["tokens"], found["counted_tokens"], found["policy"]) == (128, 96, "lfu")
+    few, many = found["rows"]
+    assert (few["slots"], many["slots"]) == (60, 120)
+    for row in (few, many):
+        assert row["unguessed_hit_share"] <= row["belady_hit_share"] <= 1
+        assert row["unguessed_hit_share"] < row["hit_share"] <= 1
+        assert "tokens_per_s" not in row
+    assert few["belady_hit_share"] < many["belady_hit_share"]
+    timing = ("--disk", "1GiB/s", "--record", "64KiB", "--compute", "5")
+    slow = ("trace", "replay", "small.trace", "--slots", "60", "--guess", "none", *timing)
+    timed = json.loads(aegis(*slow, "--policy", "lru", "--json").stdout)
+    [row] = timed["rows"]
+    assert (timed["policy"], timed["disk_nbytes_per_s"], timed["compute_ms"]) == ("lru", 1 << 30, 5)
+    assert row["hit_share"] == row["unguessed_hit_share"]
+    assert row["tokens_per_s"] <= row["bound_tokens_per_s"] <= row["belady_bound_tokens_per_s"]
+    assert row["belady_bound_tokens_per_s"] <= 200.001
+    assert 0 < row["wait_share"] < 1
+    table = aegis(*slow).stdout.splitlines()
+    assert len(table) == 3
+    assert "64 KiB an expert from a disk of 1 GiB/s" in table[0]
+    assert table[1].split()[:4] == ["slots", "hits", "unguessed", "Belady"]
+    assert len(aegis("trace", "replay", "small.trace").stdout.splitlines()) == 6
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "sentence"),
     [
         (("trace", "show"), 2, "the file of one trace"),
+        (("trace", "replay"), 2, "replay takes the file of one trace"),
+        (("trace", "replay", "gone"), 1, "gone cannot be read (No such file or directory)"),
+        (("trace", "replay", "x", "--tokens", "5"), 2, "writes none"),
+        (("trace", "--disk", "2GiB/s", "hello"), 2, "--disk goes with 'aegis trace replay FILE'"),
+        (("trace", "replay", "x", "--disk", "fast"), 2, "'fast' is not a size"),
+        (("trace", "replay", "x", "--disk", "2GiB/s"), 2, "give --record"),
+        (("trace", "replay", "x", "--record", "2MiB"), 2, "say nothing without --disk"),
         (("trace", "show", "gone"), 1, "gone cannot be read (No such file or directory)"),
         (("trace", "show", "x.json"), 1, "x.json is not a trace of aegis"),
         (("trace", "--tokens", "5", "hello"), 2, "--tokens takes the place of a prompt"),

@@ -3,8 +3,10 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
-from tier_fakes import STRIDE, CountingPool, check_slots
+from tier_fakes import STRIDE, CountingPool, SlotReader, check_slots
 
 from aegis.tiers import Counters, ExpertFiles, ExpertTiers, SlotPool
 from aegis.tiers.guess import Guesser
@@ -174,6 +176,53 @@ def test_a_cold_slot_is_emptied_and_if_need_be_the_only_one_that_nobody_uses() -
         last = slots.hot[-1]
         assert hot.evict() == last
         assert hot.evict() == NOWHERE
+
+
+@given(st.integers(0, 1 << 32), st.sampled_from(["lfu", "lru"]), st.booleans())
+def test_the_victim_is_the_coldest_that_nobody_uses(seed: int, name: str, fast: bool) -> None:
+    """However slots joined, left and moved, and whatever scale the scores are of."""
+    rng = random.Random(seed)
+    memory, policy = SlotReader(12), open_policy(name, 30)
+    slots = memory.slots
+    hot = HotTier(slots, policy, reserve=3, seed=0)
+    for _ in range(150):
+        policy.tick(10_000 if fast and rng.random() < 0.1 else 1)
+        if rng.random() < 0.1:
+            slots.shrink(1) if rng.random() < 0.5 else slots.grow(1)
+            hot.make_room()
+        key = rng.randrange(30)
+        slot = slots.slot_of.get(key, NOWHERE)
+        if slot == NOWHERE:
+            slot = slots.reclaim()
+            slot = hot.evict() if slot == NOWHERE else slot
+            slots.begin(slot, key)
+            slots.arrive(slot)
+        policy.touch(key, rng.randint(1, 3))
+        if slots.hot_index[slot] == NOWHERE:
+            (hot.settle if rng.random() < 0.2 else hot.consider)(slot)
+        for other in rng.sample(slots.hot, rng.randint(0, min(3, len(slots.hot)))):
+            slots.pin(other)
+        scores = [policy.scores[slots.key_of[s]] for s in slots.hot if not slots.pins[s]]
+        victim = hot.evict()
+        assert (victim == NOWHERE) == (not scores)
+        if victim != NOWHERE:
+            evicted = [s for s in slots.hot if not slots.pins[s]]
+            assert len(evicted) == len(scores) - 1
+            left = sorted(policy.scores[slots.key_of[s]] for s in evicted)
+            assert left == sorted(scores)[1:]
+        slots.pins[:] = [0] * slots.num_slots
+    check_slots(slots)
+
+
+def test_a_slot_that_an_interruption_left_unlisted_is_found_when_it_is_the_last() -> None:
+    slots, policy = SlotPool(3, STRIDE), Lfu(8)
+    hot = HotTier(slots, policy, reserve=0, seed=0)
+    fill(slots, 3)
+    assert hot.settle(slots.slot_of[0])
+    slots.heat(slots.slot_of[1])
+    slots.pin(slots.slot_of[0])
+    assert hot.evict() == 1
+    assert hot.evict() == NOWHERE
 
 
 def test_older_counts_fade_and_never_overflow() -> None:

@@ -6,15 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from routing_tools import made, traces
 
 from aegis.tiers.replay import replay
 from aegis.tiers.routing_stats import chosen_again, guessed_right, popular_share
 from aegis.tiers.trace import RoutingTrace
-
-
-def made(chosen: object, one: object, two: object, experts: int = 8) -> RoutingTrace:
-    parts = [np.array(part, np.uint8) for part in (chosen, one, two)]
-    return RoutingTrace("m", experts, "", parts[0], (parts[1], parts[2]))
 
 
 @pytest.fixture
@@ -39,16 +35,6 @@ def test_what_cannot_be_known_is_none(trace: RoutingTrace) -> None:
     assert guessed_right(first, 1) is None
     assert guessed_right(first, 2) is None
     assert chosen_again(first) is None
-
-
-@st.composite
-def traces(draw: st.DrawFn) -> RoutingTrace:
-    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
-    tokens, layers, experts = draw(st.integers(1, 20)), draw(st.integers(1, 4)), 12
-    per_token = draw(st.integers(1, 4))
-    orders = np.argsort(rng.random((tokens, layers, experts)), axis=-1)
-    chosen = np.sort(orders[..., :per_token], axis=-1)
-    return made(chosen, orders[:, 1:], orders[:, 2:], experts)
 
 
 @given(traces(), st.integers(1, 60), st.sampled_from(["lfu", "lru", "random"]))
