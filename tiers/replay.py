@@ -13,7 +13,7 @@ def replay(
     *,
     policy: str = "lfu",
     guess: str = "none",
-    guess_width: int = 6,
+    guess_width: int | None = 6,
     skip: int = 0,
 ) -> Counters:
     """Counts of decoding the trace's tokens with so many slots and a disk that takes no time: what

@@ -49,7 +49,8 @@ class Tiering:
     """All of them while decoding, borrowed ones too."""
     policy: str = "lfu"
     guess: str = "none"
-    guess_width: int = 6
+    guess_width: int | None = 6
+    """None: it adapts, as that of ``aegis run``."""
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,8 @@ def curves(rows: Sequence[Row], value: Callable[[Row], float], sd: str | None) -
     varied = names_of(rows)
     found: dict[str, list[Point]] = {}
     for row in rows:
-        name = " ".join([row["test"], *(f"{label}{row[key]}" for key, label in varied)])
+        told = (f"{label}{'auto' if row[key] is None else row[key]}" for key, label in varied)
+        name = " ".join([row["test"], *told])
         point = row["cap_nbytes"] / GIB, value(row), row[sd] if sd else 0.0
         found.setdefault(name, []).append(point)
     return [Curve(name, sorted(points)) for name, points in found.items()]

@@ -174,7 +174,8 @@ def replayed_lines(found: dict[str, Any]) -> list[str]:
     timed = found["disk_nbytes_per_s"] is not None
     what = f"{found['policy']}, guesses {found['guess']}"
     if found["guess"] != "none":
-        what += f", {found['guess_width']} wide"
+        width = found["guess_width"]
+        what += ", as wide as pays" if width is None else f", {width} wide"
     head = f"{found['model']}: {found['counted_tokens']} of {found['tokens']} tokens, {what}"
     if timed:
         rate = format_size(found["disk_nbytes_per_s"])

@@ -149,7 +149,7 @@ def test_what_differs_from_a_real_disk_is_only_when_reads_end(
 ) -> None:
     """With the answers of the disk that the run had, the same is counted."""
     trace, counted, pool = run_traced(slots, NotedPool)
-    tiering = Tiering(slots, "lfu", "cross-layer", 6)
+    tiering = Tiering(slots, "lfu", "cross-layer", None)
     with open_tiers(trace, tiering, AnsweringPool(pool.answers), STRIDE) as tiers:
         decoding = Decoding(trace, tiers)
         for token in range(TOKENS):
