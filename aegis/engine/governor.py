@@ -48,6 +48,8 @@ _LIMITS_S = 1.0
 
 _STATM = Path("/proc/self/statm")
 _PAGE_NBYTES = os.sysconf("SC_PAGE_SIZE")
+_MOST_AGAIN_NBYTES = 8 * MIB
+"""Of what was read again between two looks: reading ahead can bring in much that nobody needs."""
 # Several times what there is to read: a number or seven, and some fifty lines.
 _NUMBERS_NBYTES = 128  # mutate: equivalent
 _STAT_NBYTES = 16 << 10  # mutate: equivalent
@@ -197,6 +199,7 @@ class GroupGauge:
         self._group = group
         self._usage = os.open(group.usage_path, os.O_RDONLY)
         self._stat = _open(group.folder / "memory.stat")
+        self._refaults: int | None = None
 
     def taken(self) -> int:
         """Bytes charged now; none once the process was moved and the group is gone."""
@@ -207,27 +210,35 @@ class GroupGauge:
     def room(self) -> int:
         """Bytes until the limit. Page cache only counts where it makes a difference: telling it
         apart takes several times as long. Some of it is left to the kernel, which, with little to
-        choose from, drops code that is running and has to be read again."""
+        choose from, drops code that is running and has to be read again; where it was, as much more
+        is left. Neither is a reason to stop."""
         room = self._group.limit - FULL_NBYTES - self.taken()
         if room >= NEAR_NBYTES:
             return room
-        room += self._droppable()
-        return min(room, max(0, room - NEAR_NBYTES))
+        droppable, read_again = self._page_cache()
+        room += droppable
+        return min(room, max(0, room - NEAR_NBYTES - read_again))
 
-    def _droppable(self) -> int:
-        """Page cache that no process maps: the kernel drops it before it refuses memory."""
+    def _page_cache(self) -> tuple[int, int]:
+        """Bytes that no process maps, which the kernel drops before it refuses memory; and bytes
+        that it had dropped and that were read again since the last time."""
         if self._stat is None:
-            return 0
+            return 0, 0
         try:
             lines = os.pread(self._stat, _STAT_NBYTES, 0).splitlines()
         except OSError:
-            return 0
+            return 0, 0
         stat = {name: int(value) for name, _, value in (line.partition(b" ") for line in lines)}
         prefix, cache, mapped = (b"total_", b"cache", b"mapped_file")
         if self._group.version == 2:
             prefix, cache, mapped = (b"", b"file", b"file_mapped")
         cached, used, shared = (stat.get(prefix + n, 0) for n in (cache, mapped, b"shmem"))
-        return max(0, cached - used - shared)
+        # Linux before 5.9 has one number for all pages.
+        refault = prefix + b"workingset_refault"
+        refaults = stat.get(refault + b"_file", stat.get(refault, 0))
+        before, self._refaults = self._refaults, refaults
+        again = 0 if before is None else max(0, refaults - before) * _PAGE_NBYTES
+        return max(0, cached - used - shared), min(again, _MOST_AGAIN_NBYTES)
 
     def exceeded(self) -> str:
         """The container against its limit."""
