@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from aegis.bench.rows import COMPUTE, Row
+from aegis.bench.rows import COMPUTE, PARTS, Row
 from aegis.planner import format_size
 from aegis.settings import MIB
 
@@ -173,7 +173,6 @@ class Csv:
         """Nothing follows."""
 
 
-_NO_PARTS = dict.fromkeys(("attention", "experts", "head", "router", "wait", "other"))
 _FULL: Row = {
     **dict.fromkeys(("cap_nbytes", "experts", "guess_width", "threads", "io_threads")),
     **dict.fromkeys(
@@ -181,7 +180,7 @@ _FULL: Row = {
     ),
     **dict.fromkeys(("record_nbytes", "peak_nbytes", "given_back_nbytes", "test", "tokens")),
     **dict.fromkeys(("tps", "tps_sd", "s_per_token")),
-    "split_s": _NO_PARTS,
+    "split_s": dict.fromkeys(PARTS),
     **dict.fromkeys(("hit_rate", "late_rate", "wasted_rate", "read_nbytes_per_token")),
     "token_s": dict.fromkeys(("median", "p90", "most")),
     "disk": dict.fromkeys(

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tier_fakes import STRIDE, CountingPool
 
-from aegis.tiers import ExpertFiles, ExpertTiers, SlotPool
+from aegis.tiers import ExpertTiers, SlotPool
 from aegis.tiers.guess_width import MAX_WIDTH, MOST, START, AdaptiveWidth, FixedWidth, open_width
+from aegis.tiers.simulate import NoFiles
 
 TOKENS, LAYERS, EXPERTS = 60, 40, 64
 RANKING = list(range(20, 20 + MOST))
@@ -73,15 +74,6 @@ def test_a_number_that_somebody_chose_is_kept() -> None:
             open_width(reads)
 
 
-class NoFiles(ExpertFiles):
-    """Expert files in name only."""
-
-    def __init__(self) -> None:
-        self.num_layers, self.num_experts, self.stride = 2, EXPERTS, STRIDE
-        self.fds, self.mode = [0] * 2, "direct"
-        self._checked = bytearray(b"\1" * 2 * EXPERTS)
-
-
 @pytest.mark.parametrize(("right", "least", "most"), [(8, 7, 8), (2, 1, 3)])
 def test_tiers_read_as_many_ahead_as_turn_out_to_be_right(
     right: int, least: int, most: int
@@ -89,7 +81,11 @@ def test_tiers_read_as_many_ahead_as_turn_out_to_be_right(
     """On a disk that is quick the rankings alone decide."""
     slots = SlotPool(24, STRIDE)
     with ExpertTiers(
-        NoFiles(), slots, num_experts_per_tok=8, staging_slots=1, pool=CountingPool()
+        NoFiles(2, EXPERTS, STRIDE),
+        slots,
+        num_experts_per_tok=8,
+        staging_slots=1,
+        pool=CountingPool(),
     ) as tiers:
         issued = 0
         for token in range(600):
