@@ -8,22 +8,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tier_fakes import STRIDE, CountingPool, SlotReader, check_slots
 
-from aegis.tiers import Counters, ExpertFiles, ExpertTiers, SlotPool
+from aegis.tiers import Counters, ExpertTiers, SlotPool
 from aegis.tiers.guess import Guesser
 from aegis.tiers.hot_tier import HotTier
 from aegis.tiers.policy import POLICIES, Lfu, open_policy
+from aegis.tiers.simulate import NoFiles
 from aegis.tiers.slots import NOWHERE
 
 NUM_LAYERS, NUM_EXPERTS, CHOSEN = 4, 24, 4
-
-
-class NoFiles(ExpertFiles):
-    """Expert files in name only, for simulations."""
-
-    def __init__(self) -> None:
-        self.num_layers, self.num_experts, self.stride = NUM_LAYERS, NUM_EXPERTS, STRIDE
-        self.fds, self.mode = [0] * NUM_LAYERS, "direct"
-        self._checked = bytearray(b"\1" * NUM_LAYERS * NUM_EXPERTS)
 
 
 def skewed_trace(tokens: int, seed: int = 0) -> NDArray[np.int32]:
@@ -43,7 +35,7 @@ def replay(trace: NDArray[np.int32], num_slots: int, width: int = 0, **options: 
     """Decode the trace with a guess that is right three times out of four."""
     slots = SlotPool(num_slots, STRIDE)
     tiers = ExpertTiers(
-        NoFiles(),
+        NoFiles(NUM_LAYERS, NUM_EXPERTS, STRIDE),
         slots,
         num_experts_per_tok=CHOSEN,
         staging_slots=min(num_slots, NUM_EXPERTS),
