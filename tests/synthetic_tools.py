@@ -8,6 +8,9 @@ from typing import Any
 
 from strategies import Choices, config_of
 
+from aegis.checkpoint.layout import StoreLayout
+from aegis.synthetic.recipe import recipe
+
 SMALL: dict[str, Any] = {
     "model_type": "qwen3_5_moe",
     "text_config": {
@@ -48,3 +51,8 @@ def write_shape(folder: Path, config: dict[str, Any] | None = None) -> str:
 def shape_of(folder: Path, choices: Choices) -> str:
     """The same for the sizes of a drawn model."""
     return write_shape(folder, config_of(choices, {}))
+
+
+def layout_of(folder: Path, config: dict[str, Any]) -> StoreLayout:
+    """Sizes of the store that a shape would have."""
+    return recipe(write_shape(folder, config)).layout("il16")

@@ -67,7 +67,8 @@ def leave_direct(fd: int) -> None:
 class UncachedReader:
     """Reads byte ranges of a file through one small window of its own.
 
-    A read brings at least ``ahead_nbytes``, so that the next one may find its bytes in the window.
+    A read brings at least ``ahead_nbytes``, where it isn't given another number, so that the next
+    one may find its bytes in the window; never more than the window holds.
     """
 
     def __init__(
@@ -96,8 +97,9 @@ class UncachedReader:
             os.close(self._fd)
             self._fd = -1
 
-    def read_into(self, offset: int, out: U8) -> None:
-        """Fill ``out`` with the bytes at ``offset``.
+    def read_into(self, offset: int, out: U8, ahead_nbytes: int | None = None) -> None:
+        """Fill ``out`` with the bytes at ``offset``, behind which ``ahead_nbytes`` from there on
+        will be wanted next.
 
         Raises:
             EOFError: the file ends before.
@@ -106,7 +108,10 @@ class UncachedReader:
         done = 0
         while done < out.size:
             if not self._start <= offset + done < self._end:
-                self._load(offset + done, out.size - done)
+                left, ahead = out.size - done, self._ahead
+                if ahead_nbytes is not None:
+                    ahead = ahead_nbytes - done
+                self._load(offset + done, max(left, ahead))
             begin = offset + done - self._start
             count = min(out.size - done, self._end - self._start - begin)
             out[done : done + count] = self._window[begin : begin + count]
@@ -115,7 +120,7 @@ class UncachedReader:
     def _load(self, offset: int, wanted: int) -> None:
         """Move the window to ``offset``; it may hold more than is wanted for the next call."""
         start = offset // ALIGN * ALIGN
-        size = -(-(offset - start + max(wanted, self._ahead)) // ALIGN) * ALIGN
+        size = -(-(offset - start + wanted) // ALIGN) * ALIGN
         self._start = self._end = start
         filled = 0
         while start + filled <= offset:
@@ -124,7 +129,7 @@ class UncachedReader:
             # Direct reads too: some file systems answer those from the page cache.
             drop_pages(self._fd, start, filled)
             if got == 0:
-                raise EOFError(f"{self._path} ends before byte {offset + wanted}")
+                raise EOFError(f"{self._path} ends before byte {offset + 1}")
         self._end = start + filled
 
     def _read(self, out: U8, offset: int) -> int:

@@ -7,6 +7,7 @@ import hashlib
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from itertools import zip_longest
@@ -38,6 +39,7 @@ from aegis.checkpoint.store import (
     expert_file,
     is_store,
 )
+from aegis.convert.behind import Behind
 from aegis.convert.build import (
     ELSEWHERE,
     JOURNAL,
@@ -268,9 +270,10 @@ class _Job:
             CheckpointError: the checkpoint was changed meanwhile.
         """
         files = self._copy_files(folder)
-        resident = self._resident(folder / RESIDENT, journal)
-        experts = self._experts(folder, journal)
-        vision = self._vision(folder / VISION, journal)
+        with Behind() as behind:
+            resident = self._resident(folder / RESIDENT, journal, behind)
+            experts = self._experts(folder, journal, behind)
+            vision = self._vision(folder / VISION, journal, behind)
         path = self._checkpoint.path
         source: dict[str, Any] = {"name": model_name(path), "identity": identity}
         if (origin := Origin.of(path)) is not None:
@@ -295,19 +298,16 @@ class _Job:
             (folder / name).unlink(missing_ok=True)
         return {name: copy_file(path, folder / name) for name, path in self._copied.items()}
 
-    def _resident(self, path: Path, journal: Journal) -> dict[str, int]:
+    def _resident(self, path: Path, journal: Journal, behind: Behind) -> dict[str, int]:
         names, nbytes = self.plan.resident, self.plan.resident_file_nbytes
-        make = partial(self._write_resident, path)
-        return dict(
-            zip(names, journal.fill(path, nbytes, len(names), make, self._report), strict=True)
-        )
+        make = partial(self._write_resident, path, behind)
+        made = journal.fill(path, nbytes, len(names), make, behind, self._report)
+        return dict(zip(names, made, strict=True))
 
-    def _write_resident(self, path: Path) -> list[int]:
+    def _write_resident(self, path: Path, behind: Behind) -> list[int]:
         checksums = []
-        with (
-            Streams(self._piece_nbytes) as streams,
-            OverlappedWriter(path, self._piece_nbytes) as writer,
-        ):
+        with ExitStack() as file, Streams(self._piece_nbytes) as streams:
+            writer = file.enter_context(OverlappedWriter(path, self._piece_nbytes))
             for name, tensor in self.plan.resident.items():
                 weight = self._resolved.resident[name]
                 crc, start = 0, writer.written
@@ -320,20 +320,21 @@ class _Job:
                 checksums.append(crc)
                 writer.pad_to(RECORD_ALIGN)
                 self._report(writer.written - start)
+            behind.first(file.pop_all().close)
         return checksums
 
-    def _experts(self, folder: Path, journal: Journal) -> Checksums:
+    def _experts(self, folder: Path, journal: Journal, behind: Behind) -> Checksums:
         (folder / EXPERT_FOLDERS["4bit"]).mkdir(exist_ok=True)
         layers, count = [], self.plan.num_experts
         nbytes = self.plan.experts.stride * count
         for layer in self.plan.moe_layers:
             path = expert_file(folder, layer)
             sources = self._resolved.experts[layer]
-            make = partial(self._write_layer, path, self.plan.experts, sources)
-            layers.append(journal.fill(path, nbytes, count, make, self._report))
+            make = partial(self._write_layer, path, self.plan.experts, sources, behind)
+            layers.append(journal.fill(path, nbytes, count, make, behind, self._report))
         return tuple(layers)
 
-    def _vision(self, path: Path, journal: Journal) -> int:
+    def _vision(self, path: Path, journal: Journal, behind: Behind) -> int:
         nbytes = self.plan.vision_nbytes
         if not nbytes:
             return 0
@@ -342,7 +343,7 @@ class _Job:
             with Streams(self._piece_nbytes) as streams:
                 return [write_vision(path, self._resolved.vision, streams, self._report)]
 
-        return journal.fill(path, nbytes, 1, make, self._report)[0]
+        return journal.fill(path, nbytes, 1, make, behind, self._report)[0]
 
     def write_3bit(self, store: Store, alone: bool = True) -> None:
         """Add 3-bit experts, from a plain checkpoint's own numbers rather than from 4-bit codes."""
@@ -356,17 +357,22 @@ class _Job:
             write_3bit(store, progress, alone=alone)
             return
 
-        def write_layer(path: Path, layer: int) -> tuple[int, ...]:
-            return self._write_layer(path, geometry, in_3bit(self._resolved.experts[layer]))
+        def write_layer(path: Path, layer: int, behind: Behind) -> tuple[int, ...]:
+            sources = in_3bit(self._resolved.experts[layer])
+            return self._write_layer(path, geometry, sources, behind)
 
         write_3bit(store, progress, write_layer, alone)
 
     def _write_layer(
-        self, path: Path, geometry: ExpertGeometry, sources: Mapping[str, ExpertSource]
+        self,
+        path: Path,
+        geometry: ExpertGeometry,
+        sources: Mapping[str, ExpertSource],
+        behind: Behind,
     ) -> tuple[int, ...]:
         """The file of a layer's records; their checksums."""
-        # Together they take what one would.
-        opened = partial(Streams, max(ALIGN, self._piece_nbytes // AT_A_TIME))
+        # Together they take what two would.
+        opened = partial(Streams, max(ALIGN, self._piece_nbytes // 2))
         pieces, count = partial(self._pieces, geometry, sources), self.plan.num_experts
         turned = any(weight.transposed for source in sources.values() for weight in source.weights)
         return write_records(
@@ -376,6 +382,7 @@ class _Job:
             opened,
             pieces,
             self._report,
+            behind,
             self._piece_nbytes,
             at_a_time=1 if turned else AT_A_TIME,  # A whole matrix is in memory to turn it.
         )

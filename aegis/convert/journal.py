@@ -12,6 +12,7 @@ import contextlib
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from aegis.checkpoint.fileio import sync_folder, write_file
@@ -23,6 +24,7 @@ from aegis.checkpoint.plainfile import (
     read_regular,
     sealed,
 )
+from aegis.convert.behind import Behind
 from aegis.convert.build import JOURNAL, files_nbytes, owner_of, partial_path, partials_of
 
 
@@ -45,17 +47,18 @@ class Journal:
         nbytes: int,
         count: int,
         make: Callable[[], Sequence[int]],
+        behind: Behind,
         report: Callable[[int], None] = lambda nbytes: None,
     ) -> tuple[int, ...]:
         """The ``count`` checksums of a file of so many bytes: of the one that is finished, of which
-        ``report`` is told, or of what ``make`` writes in its place."""
+        ``report`` is told, or of what ``make`` writes in its place, and ``behind`` finishes."""
         found = self._files.get(self._name(path), ())
         if len(found) == count and path.is_file() and path.stat().st_size == nbytes:
             report(nbytes)
             return found
         path.unlink(missing_ok=True)
         made = tuple(make())
-        self._note(path, made)
+        behind.submit(partial(self._note, path, made))
         return made
 
     def names(self, path: Path) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, closing
 from itertools import islice
@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from aegis.checkpoint.checksum import crc32
 from aegis.checkpoint.fileio import PIECE_NBYTES, PlacedWriter, UncachedWriter, aligned_buffer
 from aegis.checkpoint.overlapped import OverlappedWriter
+from aegis.convert.behind import Behind
+from aegis.convert.source_data import RUN
 
 U8 = NDArray[np.uint8]
 Reader = TypeVar("Reader")
@@ -24,8 +26,9 @@ Made = TypeVar("Made")
 Pieces = Callable[[Reader, int], Iterator[tuple[int, U8]]]
 """What a record consists of, read through a reader: pieces, and where in the record each lies."""
 
-AT_A_TIME = 3
-"""Two would leave the disk alone while both are packed."""
+AT_A_TIME = 4
+"""Two would leave the disk alone while both are packed; a disk that is read and written at once
+wants more under way than three."""
 _LARGE_NBYTES = 24 << 20
 
 
@@ -41,6 +44,7 @@ def write_records(
     opened: Callable[[], AbstractContextManager[Reader]],
     pieces: Pieces[Reader],
     report: Callable[[int], None],
+    behind: Behind,
     piece_nbytes: int = PIECE_NBYTES,
     at_a_time: int = AT_A_TIME,
 ) -> tuple[int, ...]:
@@ -48,33 +52,40 @@ def write_records(
 
     Each reader is used by one thread at a time, of which there are ``at_a_time``. What no piece
     covers is zero. The pieces of a large record have to come in order. ``report`` is told what was
-    written.
+    written. ``behind`` brings the file to the disk and closes it.
 
     Raises:
         OSError: it cannot be written.
     """
+    checksums: list[int] = []
     if is_large(stride):
-        checksums = []
-        with OverlappedWriter(path, piece_nbytes) as stream, opened() as reader:
-            for record in range(count):
-                checksums.append(_write_pieces(stream, stride, pieces(reader, record)))
-                report(stride)
+        with ExitStack() as file:
+            stream = file.enter_context(OverlappedWriter(path, piece_nbytes))
+            with opened() as reader:
+                for record in range(count):
+                    checksums.append(_write_pieces(stream, stride, pieces(reader, record)))
+                    report(stride)
+            behind.first(file.pop_all().close)
         return tuple(checksums)
-    with ExitStack() as stack:
-        writer = stack.enter_context(PlacedWriter(path, stride * count))
+    with ExitStack() as file, ExitStack() as stack:
+        writer = file.enter_context(PlacedWriter(path, stride * count))
 
-        def make(place: tuple[Reader, U8], record: int) -> int:
+        def make(place: tuple[Reader, U8], run: range) -> list[int]:
             reader, data = place
-            for offset, piece in pieces(reader, record):
-                data[offset : offset + piece.size] = piece
-            writer.write(record * stride, data)
-            return crc32(data)
+            made = []
+            for record in run:
+                for offset, piece in pieces(reader, record):
+                    data[offset : offset + piece.size] = piece
+                writer.write(record * stride, data)
+                made.append(crc32(data))
+            return made
 
         places = [(stack.enter_context(opened()), aligned_buffer(stride)) for _ in range(at_a_time)]
-        checksums = []
-        for checksum in stack.enter_context(closing(_in_order(make, places, count))):
-            checksums.append(checksum)
-            report(stride)
+        runs = [range(first, min(first + RUN, count)) for first in range(0, count, RUN)]
+        for made in stack.enter_context(closing(_in_order(make, places, runs))):
+            checksums += made
+            report(stride * len(made))
+        behind.first(file.pop_all().close)
     return tuple(checksums)
 
 
@@ -95,19 +106,21 @@ def _write_pieces(writer: UncachedWriter, stride: int, pieces: Iterator[tuple[in
 
 
 def _in_order(
-    make: Callable[[tuple[Reader, U8], int], Made], places: Sequence[tuple[Reader, U8]], count: int
+    make: Callable[[tuple[Reader, U8], range], Made],
+    places: Sequence[tuple[Reader, U8]],
+    runs: Iterable[range],
 ) -> Generator[Made, None, None]:
-    """``make(place, number)`` for each number, in order, on a thread for each place.
+    """``make(place, run)`` for each run, in order, on a thread for each place.
 
     The first error ends it. Closing it waits for what is being made.
     """
     with ThreadPoolExecutor(len(places)) as threads:
         line: deque[tuple[tuple[Reader, U8], Future[Made]]] = deque()
-        numbers = iter(range(count))
-        for place, number in zip(places, numbers, strict=False):
-            line.append((place, threads.submit(make, place, number)))
+        left = iter(runs)
+        for place, run in zip(places, left, strict=False):
+            line.append((place, threads.submit(make, place, run)))
         while line:
             place, made = line.popleft()
             yield made.result()
-            for number in islice(numbers, 1):
-                line.append((place, threads.submit(make, place, number)))
+            for run in islice(left, 1):
+                line.append((place, threads.submit(make, place, run)))

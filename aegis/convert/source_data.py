@@ -34,7 +34,11 @@ from aegis.kernels.sizes import LANES, FormatError, align_up, dtype_nbytes
 
 U8 = NDArray[np.uint8]
 
+RUN = 8
+"""Neighbouring experts that one thread converts one after the other, and so many times what is
+asked for is read at once: disks give much more for few large reads than for many small ones."""
 _AHEAD_NBYTES = 128 << 10
+_MOST_AHEAD_NBYTES = 4 << 20
 _KEPT_NBYTES = 8 << 20
 """Scales and biases that may wait in memory behind their codes."""
 
@@ -64,13 +68,13 @@ class Streams:
         for _, reader in self._readers.values():
             reader.close()
 
-    def read_twice(self, stream: str, path: Path, offset: int, nbytes: int) -> U8:
+    def read_twice(self, stream: str, path: Path, offset: int, nbytes: int, left: int) -> U8:
         """The same for a range that is asked for a second time before any other of the stream."""
         place = (path, offset, nbytes)
         kept = self._kept.pop(stream, None)
         if kept is not None and kept[0] == place:
             return kept[1]
-        data = self.read(stream, *place)
+        data = self.read(stream, *place, left)
         self._kept[stream] = place, data
         return data
 
@@ -82,17 +86,20 @@ class Streams:
             self._whole = place, self.read("whole", *place)
         return self._whole[1]
 
-    def read(self, stream: str, path: Path, offset: int, nbytes: int) -> U8:
-        """Bytes of a file. Each stream keeps its place, so that small ranges share reads."""
+    def read(self, stream: str, path: Path, offset: int, nbytes: int, left: int = 0) -> U8:
+        """Bytes of a file, behind which ``left`` more may be wanted. Each stream keeps its place,
+        so that small ranges share reads."""
         known = self._readers.get(stream)
         if known is None or known[0] != path:
             if known is not None:
                 known[1].close()
-            reader = UncachedReader(path, self.piece_nbytes, _AHEAD_NBYTES)
+            window = max(self.piece_nbytes, _MOST_AHEAD_NBYTES if left else 0)
+            reader = UncachedReader(path, window)
             self._readers[stream] = known = (path, reader)
         data = np.empty(nbytes, dtype=np.uint8)
         try:
-            known[1].read_into(offset, data)
+            ahead = min(RUN * nbytes, nbytes + left, _MOST_AHEAD_NBYTES)
+            known[1].read_into(offset, data, max(ahead, _AHEAD_NBYTES))
         except (OSError, EOFError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         return data
@@ -269,7 +276,8 @@ def _read_rows(streams: Streams, role: str, weight: SourceWeight, index: int, ro
     take = streams.read if once else streams.read_twice
     start, size = tensor.offset + rows.start * row_nbytes, len(rows) * row_nbytes
     stream = f"{role}.{index}" if once else tensor.name
-    data = take(stream, tensor.path, start, size).reshape(len(rows), -1)
+    left = tensor.offset + tensor.nbytes - start - size
+    data = take(stream, tensor.path, start, size, left).reshape(len(rows), -1)
     if weight.scales is not None:
         return dequantized(data, _block_scales(streams, role, weight.scales, rows))
     words = weight.format.kind != "dense" and index == 0

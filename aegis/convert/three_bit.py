@@ -21,6 +21,7 @@ from aegis.checkpoint.fileio import (
 )
 from aegis.checkpoint.manifest import ROUNDING_3BIT, encode
 from aegis.checkpoint.store import EXPERT_FOLDERS, MANIFEST, Store, expert_file
+from aegis.convert.behind import Behind
 from aegis.convert.build import (
     JOURNAL,
     check_space,
@@ -63,7 +64,7 @@ def add_3bit(path: str | Path, progress: Callable[[int, int], None] | None = Non
 def write_3bit(
     store: Store,
     progress: Callable[[int, int], None] | None = None,
-    write_layer: Callable[[Path, int], tuple[int, ...]] | None = None,
+    write_layer: Callable[[Path, int, Behind], tuple[int, ...]] | None = None,
     alone: bool = True,
 ) -> None:
     """Write the 3-bit files of a store that lacks them; the caller holds the store's lock, or is
@@ -99,12 +100,15 @@ def write_3bit(
             progress(done, total)
 
     write = write_layer or partial(_convert_layer, store, report)
-    with partial_folder(target, True, kept, keep_finished, journal_stays=True) as folder:
+    with (
+        partial_folder(target, True, kept, keep_finished, journal_stays=True) as folder,
+        Behind() as behind,
+    ):
         journal = unfinished or Journal(folder, key)
         for layer in layout.moe_layers:
             path = folder / expert_file(store.path, layer, "3bit").name
-            make = partial(write, path, layer)
-            checksums.append(journal.fill(path, total // layers, layout.num_experts, make))
+            make = partial(write, path, layer, behind)
+            checksums.append(journal.fill(path, total // layers, layout.num_experts, make, behind))
             report(total * len(checksums) // layers - done)
     write_file(store.path / MANIFEST, encode(store.manifest.with_3bit(tuple(checksums))))
     (target / JOURNAL).unlink(missing_ok=True)
@@ -144,7 +148,7 @@ class _Source:
 
 
 def _convert_layer(
-    store: Store, report: Callable[[int], None], target: Path, layer: int
+    store: Store, report: Callable[[int], None], target: Path, layer: int, behind: Behind
 ) -> tuple[int, ...]:
     layout, old, new = store.layout, store.layout.geometry("4bit"), store.layout.geometry("3bit")
     checksums = store.expert_checksums()[layout.moe_layers.index(layer)]
@@ -163,7 +167,7 @@ def _convert_layer(
                 yield offset, piece
                 offset += piece.size
 
-    return write_records(target, new.stride, layout.num_experts, opened, pieces, report)
+    return write_records(target, new.stride, layout.num_experts, opened, pieces, report, behind)
 
 
 def _derived(weight: Weight) -> Iterator[U8]:

@@ -103,7 +103,7 @@ class _Job:
         write_3bit(
             store,
             None,
-            lambda path, layer: self._write_layer({"3bit": path}, layer)["3bit"],
+            lambda path, layer, _: self._write_layer({"3bit": path}, layer)["3bit"],
             alone,
         )
 

@@ -301,9 +301,11 @@ def test_rows_in_turn_are_read_once_for_both_matrices(
     published: Path = request.getfixturevalue(name)
     ranges, read = list[tuple[int, int]](), Streams.read
 
-    def noted(streams: Streams, stream: str, path: Path, offset: int, nbytes: int) -> Any:
+    def noted(
+        streams: Streams, stream: str, path: Path, offset: int, nbytes: int, left: int = 0
+    ) -> Any:
         ranges.append((offset, nbytes))
-        return read(streams, stream, path, offset, nbytes)
+        return read(streams, stream, path, offset, nbytes, left)
 
     monkeypatch.setattr(Streams, "read", noted)
     convert(published, tmp_path / "s", layout=layout, piece_nbytes=1 << 12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import tracemalloc
@@ -14,12 +15,13 @@ from stores import check_same_store, memory_of_conversion, raw_tensors, resident
 from strategies import write_checkpoint
 
 from aegis.checkpoint.config import QuantSpec
+from aegis.checkpoint.fileio import ALIGN
 from aegis.checkpoint.layout import ExpertBits
 from aegis.checkpoint.source import Checkpoint
 from aegis.checkpoint.store import Store
 from aegis.convert import source_data
 from aegis.convert.convert import convert
-from aegis.convert.source_data import Streams
+from aegis.convert.source_data import RUN, Streams
 from aegis.errors import CheckpointError, StoreError, UsageError
 from aegis.kernels import formats
 from aegis.kernels.base import Format, Layout
@@ -395,6 +397,28 @@ def test_memory_does_not_grow_with_an_expert(tmp_path: Path, layout: str) -> Non
     grown, peak = memory_of_conversion(small, big, tmp_path, layout)
     assert grown < 24 << 20
     assert peak < 300 << 20
+
+
+@pytest.mark.parametrize("size", [5_000, 100_000, 1_000_000])
+def test_neighbouring_experts_share_reads_that_end_with_their_tensor(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count, path, asked = 2 * RUN, tmp_path / "f", list[tuple[int, int]]()
+    data = np.random.default_rng(0).integers(0, 256, count * size + 1_000_000, np.uint8)
+    path.write_bytes(data.tobytes())
+    preadv = os.preadv
+
+    def noted(fd: int, buffers: list[memoryview], offset: int) -> int:
+        asked.append((offset, len(buffers[0])))
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", noted)
+    with Streams(1 << 16) as streams:
+        for start in range(0, count * size, size):
+            got = streams.read("s", path, start, size, count * size - start - size)
+            assert (got == data[start : start + size]).all()
+    assert len(asked) <= max(2, count * size // (3 << 20))
+    assert max(offset + nbytes for offset, nbytes in asked) < count * size + (128 << 10) + ALIGN
 
 
 def test_a_matrix_that_is_turned_is_read_once_and_alone_in_memory(tmp_path: Path) -> None:
