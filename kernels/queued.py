@@ -30,6 +30,14 @@ class QueuedLayer(Protocol):
         what was chosen. ``table``, made by the backend's queue, says where experts lie."""
 
 
+class QueuedExpertsBlock(ExpertsBlock, Protocol):
+    """An experts block that can be told where experts will lie before they do."""
+
+    def expect(self, experts: NDArray[np.int32], slots: NDArray[np.int32]) -> None:
+        """Of a call for one row, what will be added yet, and where: what can be prepared is, while
+        they are being read. Others may be added all the same."""
+
+
 class QueuedHeadBlock(HeadBlock, Protocol):
     """A head block that can choose a token without the host."""
 
@@ -64,3 +72,7 @@ class Queue(Protocol):
 
     def settle(self) -> None:
         """Wait until everything called so far is computed: slots may then be overwritten."""
+
+    def spent(self) -> tuple[float, float]:
+        """Seconds, since the backend was opened, in which calls were handed to the device, and in
+        which the host waited for it."""

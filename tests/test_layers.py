@@ -44,7 +44,8 @@ INNER = {
     "aegis": ENGINE | {"aegis.engine", "aegis.api"},
     "aegis.doctor": ENGINE | {"aegis.engine"},
     "aegis.bench": ENGINE | {"aegis.engine"},
-    "aegis.cli": ENGINE | {"aegis.engine", "aegis.doctor", "aegis.bench"},
+    "aegis.predict": ENGINE | {"aegis.engine", "aegis.bench"},
+    "aegis.cli": ENGINE | {"aegis.engine", "aegis.doctor", "aegis.bench", "aegis.predict"},
     "aegis.server": ENGINE | {"aegis.engine"},
     "aegis.__main__": {"aegis.cli"},
 }

@@ -118,9 +118,9 @@ def checkpoint(folder: Path, small: bool) -> Path:
     return folder
 
 
-def tokens_per_s(generate: Callable[[int], Iterable[object]]) -> float:
+def tokens_per_s(generate: Callable[[int], Iterable[object]], count: int = TOKENS) -> float:
     """Decode speed, without the prompt and the first tokens."""
-    stamps = [time.perf_counter() for _ in generate(TOKENS)]
+    stamps = [time.perf_counter() for _ in generate(count)]
     return (len(stamps) - SKIPPED - 1) / (stamps[-1] - stamps[SKIPPED])
 
 

@@ -60,7 +60,7 @@ class MlxBackend:
         """Raises BackendUnavailableError where MLX finds no device or cannot use it."""
         self._traits = device.open_device(numbers, sizes.CACHE_NBYTES)
         self.memory = MlxMemory(self._traits)
-        self.queue = MlxQueue()
+        self.queue = MlxQueue(self._traits.clock)
         self._positions = Positions()
 
     def describe(self) -> str:

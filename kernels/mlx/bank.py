@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import mlx.core as mx
+import numpy as np
 
 from aegis.kernels.base import ExpertsSpec, Segment
 from aegis.kernels.mlx.device import Traits
-from aegis.kernels.mlx.linear import activation, halves, mixed_swiglu
+from aegis.kernels.mlx.linear import activation, halves, mixed_swiglu, rows_behind, with_room
 from aegis.kernels.mlx.memory import Arrays, quantised
+from aegis.kernels.mlx.sizes import ROOM_NBYTES
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -88,6 +90,11 @@ class _Matrix:
     def __init__(self, traits: Traits, segment: Segment, pools: Arrays) -> None:
         self._format, self._pools, self._dtype = segment.format, pools, traits.dtype
         kind = segment.format.kind
+        rows = pools[0].shape[1]
+        self._behind = rows_behind((rows, *segment.shape[1:]), segment.format, traits)
+        expert_nbytes = int(np.prod(pools[0].shape[1:])) * pools[0].itemsize
+        self._spare = -(-ROOM_NBYTES // expert_nbytes)
+        """How many experts more are copied, to be the room behind those that are computed with."""
         self.copies = kind == "dense" or (kind == "affine" and pools[-1].dtype != traits.dtype)
 
     def __call__(
@@ -108,7 +115,7 @@ class _Matrix:
             matrices = arrays[0].swapaxes(-1, -2)
             return mx.gather_mm(x, matrices, lhs_indices=source, rhs_indices=which)
         return mx.gather_qmm(
-            x,
+            with_room(x, self._behind),
             *quantised(arrays),
             lhs_indices=source,
             rhs_indices=which,
@@ -122,5 +129,6 @@ class _Matrix:
         """Copies of the experts in ``slots``, their numbers as activations are."""
         if self._format.kind == "dense":
             return (self._pools[0][slots].astype(self._dtype),)
-        codes, scales, biases = (pool[slots] for pool in self._pools)
+        codes = self._pools[0][mx.pad(slots, (0, self._spare))][: slots.shape[0]]
+        scales, biases = (pool[slots] for pool in self._pools[1:])
         return codes, scales.astype(self._dtype), biases.astype(self._dtype)

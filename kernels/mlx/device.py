@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakref import WeakMethod
 
 import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
 
 from aegis.kernels.base import BackendUnavailableError
 from aegis.kernels.mlx.probe import Device, installed_device, reads_direct
@@ -32,6 +35,36 @@ _FUSED_HEAD_DIMS = {"metal": (64, 80, 128), "cuda": (64, 96, 128), "cpu": ()}
 """Where attention over many queries keeps no scores in memory (16-bit numbers only)."""
 
 
+class Clock:
+    """What the host's time went into where it meets the device: seconds since a model was opened.
+
+    Always running: it takes less than a thousandth of what it measures.
+    """
+
+    def __init__(self) -> None:
+        self.queued_s = 0.0
+        """Handing over what is to be computed."""
+        self.waited_s = 0.0
+        """Waiting until something was computed."""
+
+    def start(self, *results: mx.array) -> None:
+        """Have these computed, without waiting."""
+        begin = perf_counter()
+        start(*results)
+        self.queued_s += perf_counter() - begin
+
+    def wait(self, *results: mx.array) -> None:
+        """Wait for these."""
+        begin = perf_counter()
+        mx.eval(*results)
+        self.waited_s += perf_counter() - begin
+
+    def on_host(self, result: mx.array) -> NDArray[Any]:
+        """The numbers of an array that has been started."""
+        self.wait(result)
+        return np.array(result)
+
+
 @dataclass(frozen=True)
 class Traits:
     """What the blocks need to know of the device."""
@@ -49,8 +82,12 @@ class Traits:
     """Whether products in groups of 128 have to have at most ``tile_rows`` rows: in float32 the
     kernel that MLX has on CUDA (qmm_naive) asks for more shared memory than it may have where there
     are more, and is not started, up to version 0.32.4 at least."""
+    reads_behind: bool = False
+    """Whether a kernel reads behind narrow inputs, as ``sizes.inputs_behind`` says."""
     files_nbytes: int = 0
     """What libraries take of the resident size (CUDA only)."""
+    clock: Clock = field(default_factory=Clock, compare=False)
+    """Of everything that is computed for one backend."""
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -98,6 +135,7 @@ def open_device(numbers: Numbers, cache_nbytes: int) -> Traits:
             _CUDA_ROWS,
             by_index=True,
             wide_groups_in_tiles=numbers == "f32",
+            reads_behind=numbers != "f32",
             files_nbytes=_files_nbytes(),
         )
     return Traits(device, numbers, _CPU_TILE_ROWS if device == "cpu" else TILE_ROWS, 1)

@@ -40,6 +40,7 @@ class MlxExperts:
         if spec.layout != "row":
             raise ValueError(f"the mlx backend reads experts in layout row, not {spec.layout}")
         self._queue, self._multiplier = queue, spec.residual_multiplier
+        self._clock = traits.clock
         self._bank = Bank(traits, spec, memory.pools)
         self._swiglu = activation(spec.clamp)
         self._entering: SideBySide | None = None
@@ -70,7 +71,7 @@ class MlxExperts:
         route = cast(MlxRouting, routing)
         compute = self._others if x.shape[0] == 1 else self.shared_expert
         shared = compute(route.normed)
-        device.start(*route.pending(), *shared)
+        self._clock.start(*route.pending(), *shared)
         kind = _Row if x.shape[0] == 1 else _Chunk
         self._call = kind(self, x, route, shared)
 
@@ -79,13 +80,18 @@ class MlxExperts:
         assert self._call is not None
         self._call.add(experts, slots)
 
+    def expect(self, experts: I32, slots: I32) -> None:
+        """See QueuedExpertsBlock."""
+        assert isinstance(self._call, _Row)
+        self._call.expect(experts, slots)
+
     def finish(self) -> mx.array:
         """Sum in the order of the routing, then the shared expert, then the residual."""
         assert self._call is not None
         out = self._call.finish()
         self._call = None
         self._queue.add(out)
-        device.start(out)
+        self._clock.start(out)
         return out
 
     def shared_expert(self, normed: mx.array) -> tuple[mx.array, ...]:
@@ -129,6 +135,14 @@ class _Row:
     ) -> None:
         self._block, self._x, self._routing, self._shared = block, x, routing, shared
         self._slot_of: dict[int, int] = {}
+        self._built: tuple[list[int], mx.array] | None = None
+        """The call for experts in these slots, described to MLX but not started."""
+
+    def expect(self, experts: I32, slots: I32) -> None:
+        """Describe the call now, which takes longer than starting it, and while nothing is there to
+        be computed."""
+        coming = zip(experts.tolist(), slots.tolist(), strict=True)
+        self._built = self._described(self._slot_of | dict(coming))
 
     def add(self, experts: I32, slots: I32) -> None:
         """Remember where these lie."""
@@ -136,12 +150,20 @@ class _Row:
 
     def finish(self) -> mx.array:
         """Compute all of them."""
-        route = self._routing
-        slots = mx.array([self._slot_of[e] for e in route.ranked[0].tolist()], mx.uint32)
-        out: mx.array = self._block._decode(
+        if self._built is None or self._built[0] != self._places(self._slot_of):
+            self._built = self._described(self._slot_of)
+        return self._built[1]
+
+    def _places(self, slot_of: Mapping[int, int]) -> list[int]:
+        """The slots of the chosen, best last."""
+        return [slot_of[expert] for expert in self._routing.ranked[0].tolist()]
+
+    def _described(self, slot_of: Mapping[int, int]) -> tuple[list[int], mx.array]:
+        route, places = self._routing, self._places(slot_of)
+        slots = mx.array(places, mx.uint32)
+        return places, self._block._decode(
             self._x, route.normed, route.weights, slots, *self._shared
         )
-        return out
 
 
 class _Chunk:
@@ -180,7 +202,7 @@ class _Chunk:
             out = out.reshape(-1, out.shape[-1])[mx.array(kept.astype(np.uint32))]
             self._outputs.append(out)
         # Results rather than a graph: what they came from is freed, and slots may be reused.
-        device.start(*self._outputs)
+        self._block._clock.start(*self._outputs)
         self._block._queue.add(self._outputs[-1])
 
     def _tiles(

@@ -21,6 +21,7 @@ class MlxHead:
     def __init__(
         self, memory: MlxMemory, traits: Traits, spec: HeadSpec, weights: Mapping[str, Weight]
     ) -> None:
+        self._clock = traits.clock
         self._eps, self._scaling = spec.rms_norm_eps, spec.logits_scaling
         self._norm = vector(memory, traits, weights["norm"])
         self._lm_head = Linear(memory, traits, weights["lm_head"])
@@ -29,9 +30,9 @@ class MlxHead:
 
     def __call__(self, x: mx.array) -> NDArray[np.float32]:
         """x [T, H] to logits [T, vocab_size]."""
-        logits: NDArray[np.float32] = np.array(
-            mx.concatenate([self._one(x[row : row + 1]) for row in range(len(x))])
-        )
+        rows = mx.concatenate([self._one(x[row : row + 1]) for row in range(len(x))])
+        self._clock.start(rows)
+        logits: NDArray[np.float32] = self._clock.on_host(rows)
         return logits
 
     def best(self, x: mx.array) -> mx.array:

@@ -37,7 +37,7 @@ class MlxLayer:
         parts = self._attention.attend(x, cache, start)
         out, chosen = self._behind_heads(x, table, *parts)
         self._experts.queued(out)
-        return out, MlxRouting(chosen, None, self._router.spec)
+        return out, MlxRouting(chosen, None, self._router.spec, self._router.clock)
 
     def _compute(self, x: mx.array, table: mx.array, *parts: mx.array) -> tuple[mx.array, mx.array]:
         """The residual stream behind the layer [1, H], and the ids of the chosen [1, K]."""

@@ -7,9 +7,10 @@ from functools import partial
 
 import mlx.core as mx
 
-from aegis.kernels.base import SwigluClamp, Weight
+from aegis.kernels.base import Format, SwigluClamp, Weight
 from aegis.kernels.mlx.device import Traits
 from aegis.kernels.mlx.memory import Arrays, MlxMemory, quantised
+from aegis.kernels.mlx.sizes import inputs_behind
 
 
 class Linear:
@@ -21,6 +22,7 @@ class Linear:
         self._dtype, self._multiple = traits.dtype, traits.row_multiple
         self._format, self._bias = weight.format, bias
         self._arrays = in_numbers(memory.arrays(weight), weight, traits)
+        self._behind = rows_behind(weight.shape, weight.format, traits)
         one_group = self._format.kind != "dense" and weight.shape[1] == self._format.group_size
         self._by_index = traits.by_index and one_group
         in_tiles = traits.wide_groups_in_tiles and self._format.group_size > 64
@@ -42,6 +44,7 @@ class Linear:
             fmt = self._format
             if tiled := self._most_rows is not None and rows > 1:
                 x = x.reshape(-1, self._most_rows, x.shape[1])
+            x = with_room(x, self._behind)
             if self._by_index and rows > 1:
                 out = mx.gather_qmm(
                     x,
@@ -75,6 +78,8 @@ class ByHead:
         self._format, self._heads = weight.format, heads
         whole = in_numbers(memory.arrays(weight), weight, traits)
         self._arrays = tuple(array.reshape(heads, -1, array.shape[-1]) for array in whole)
+        rows, *width = weight.shape
+        self._behind = rows_behind((rows // heads, *width), weight.format, traits)
 
     def __call__(self, x: mx.array) -> mx.array:
         """All products, in tiles of equal rows, for which GPUs have kernels."""
@@ -94,7 +99,7 @@ class ByHead:
             return by_head @ matrices
         which = mx.arange(self._heads * tiles, dtype=mx.uint32) // tiles
         return mx.gather_qmm(
-            x,
+            with_room(x, self._behind),
             *quantised(self._arrays),
             rhs_indices=which,
             transpose=True,
@@ -131,6 +136,21 @@ class SideBySide:
         """All products."""
         outputs = [linear(x) for linear in self._linears]
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=-1)
+
+
+def rows_behind(shape: tuple[int, ...], fmt: Format, traits: Traits) -> int:
+    """How many rows behind what a matrix of this shape multiplies are read, see ``sizes``."""
+    if not traits.reads_behind or len(shape) != 2:
+        return 0
+    return -(-inputs_behind((shape[0], shape[1]), fmt) // shape[1])
+
+
+def with_room(x: mx.array, count: int) -> mx.array:
+    """x [.., in], where ``count`` further rows follow it in its allocation."""
+    if not count:
+        return x
+    rows = x.reshape(-1, x.shape[-1])
+    return mx.pad(rows, [(0, count), (0, 0)])[: rows.shape[0]].reshape(x.shape)
 
 
 def in_numbers(arrays: Arrays, weight: Weight, traits: Traits) -> Arrays:

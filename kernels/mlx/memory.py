@@ -8,6 +8,10 @@ it has read. Slots are not views of one pool with gaps between the matrices:
 CUDA's gather_qmm refuses arrays that are not contiguous, and Metal may copy them. So every array of
 an expert (codes, scales and biases of three matrices) has a contiguous pool of its own, and a read
 scatters the parts of a record over the pools.
+
+Codes never end where their allocation does, since a kernel on CUDA reads behind narrow matrices
+(see ``sizes.inputs_behind``). In the resident region their scales follow them, which are enough; a
+pool is the front of an allocation with room behind it, planned and measured as workspace.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from numpy.typing import NDArray
 
 from aegis.kernels.base import Format, Segment, SlotPart, Weight
 from aegis.kernels.mlx import device
-from aegis.kernels.mlx.sizes import segment_ranges
+from aegis.kernels.mlx.sizes import ROOM_NBYTES, segment_ranges
 from aegis.kernels.sizes import RECORD_ALIGN, RESIDENT_ALIGN, align_up, dtype_nbytes, row_parts
 
 Arrays = tuple[mx.array, ...]
@@ -144,7 +148,8 @@ class MlxMemory:
             names = [name for name in names if name not in same]
             pools = []
             for index, ((rows, *cols), raw, dtype) in enumerate(_pool_shapes(first)):
-                pool, base = _allocate(num_slots, (len(same) * rows, *cols), raw)
+                room = ROOM_NBYTES if dtype == mx.uint32 else 0
+                pool, base = _allocate(num_slots, (len(same) * rows, *cols), raw, room)
                 pools.append(pool if dtype == pool.dtype else pool.view(dtype))
                 for place, name in enumerate(same):
                     at = segment_ranges(segments[name])[index]
@@ -206,22 +211,27 @@ def _pool_shapes(segment: Segment) -> list[tuple[tuple[int, ...], type[Any], mx.
     return [codes, groups, groups] if fmt.kind == "affine" else [codes, groups]
 
 
-def _allocate(num_slots: int, shape: tuple[int, ...], raw: type[Any]) -> tuple[mx.array, int]:
-    """A pool [num_slots, *shape] of zeros and its address.
+def _allocate(
+    num_slots: int, shape: tuple[int, ...], raw: type[Any], room: int
+) -> tuple[mx.array, int]:
+    """A pool [num_slots, *shape] of zeros with ``room`` bytes behind it, and its address.
 
     Where slots have a size that direct reads could fill, the pool starts on such an address.
     """
-    # From numpy, whose zeros take no memory until written: mx.zeros would be on the GPU first.
-    pool = mx.array(np.zeros((num_slots, *shape), raw))
-    view = host_view(pool)
-    address, slot = int(view.ctypes.data), int(np.prod(shape)) * view.itemsize
-    if not address % RECORD_ALIGN or slot % RECORD_ALIGN:
-        return pool, address
-    size, slack = num_slots * slot // view.itemsize, RECORD_ALIGN // view.itemsize
-    del view, pool
-    whole = mx.array(np.zeros(size + slack, raw))
-    address = int(host_view(whole).ctypes.data)
-    first = -address % RECORD_ALIGN
-    pool = whole[first // whole.itemsize :][:size].reshape(num_slots, *shape)
+    (high, *width), item = shape, np.dtype(raw).itemsize
+    rows, spare = num_slots * high, -(-room // (int(np.prod(width)) * item))
+    # From numpy, whose zeros take no memory until written: mx.zeros would be on the GPU first. By
+    # rows, since MLX counts elements of a dimension in 32 bits.
+    whole = mx.array(np.zeros((rows + spare, *width), raw))
+    address, slot = int(host_view(whole).ctypes.data), int(np.prod(shape)) * item
+    first, wanted = 0, whole[:rows]
+    if address % RECORD_ALIGN and not slot % RECORD_ALIGN:
+        del whole, wanted
+        size, slack = num_slots * slot // item, (RECORD_ALIGN + room) // item
+        whole = mx.array(np.zeros(size + slack, raw))
+        address = int(host_view(whole).ctypes.data)
+        first = -address % RECORD_ALIGN
+        wanted = whole[first // item :][:size]
+    pool = wanted.reshape(num_slots, *shape)
     mx.eval(pool)
     return pool, address + first

@@ -16,9 +16,9 @@ from aegis.kernels.base import (
     RouterBlock,
     Routing,
 )
-from aegis.kernels.mlx import device
 from aegis.kernels.mlx.attention import MlxAttention
 from aegis.kernels.mlx.delta import MlxDelta
+from aegis.kernels.mlx.device import Clock
 from aegis.kernels.mlx.experts import MlxExperts
 from aegis.kernels.mlx.latent import MlxLatentAttention
 from aegis.kernels.mlx.layer import MlxLayer
@@ -31,7 +31,8 @@ _NOT_COMPILED = "Failed to compile kernel"
 class MlxQueue:
     """Queue of one backend: a stream that every thread may use, and what was put into it last."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         # MLX's usual streams belong to the thread that made them.
         self._stream = mx.new_thread_unsafe_stream(mx.default_device())
         self._last: mx.array | None = None
@@ -63,10 +64,11 @@ class MlxQueue:
             together = _together(routings)
             self._gathered = list(routings), together
             results = [*results, together]
-        device.start(*results)
+        self._clock.start(*results)
 
     def token(self, best: mx.array) -> int:
         """See Queue."""
+        self._clock.wait(best)
         token: Any = best.item()
         return int(token)
 
@@ -82,14 +84,18 @@ class MlxQueue:
         known = gathered is not None and list(map(id, gathered[0])) == list(map(id, routings))
         with self.stream():  # A model that is closed is not in a call.
             together = gathered[1] if gathered is not None and known else _together(routings)
-            return np.array(together).astype(np.int32)
+            return self._clock.on_host(together).astype(np.int32)
 
     def settle(self) -> None:
         """See Queue."""
         if self._last is not None:
             with self.stream():
-                mx.eval(self._last)
+                self._clock.wait(self._last)
             self._last = None
+
+    def spent(self) -> tuple[float, float]:
+        """See Queue."""
+        return self._clock.queued_s, self._clock.waited_s
 
 
 class _Stream(mx.StreamContext):

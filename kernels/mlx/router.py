@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from aegis.kernels.base import RouterSpec, Routing, Weight
 from aegis.kernels.mlx import device
-from aegis.kernels.mlx.device import Traits
+from aegis.kernels.mlx.device import Clock, Traits
 from aegis.kernels.mlx.linear import Linear, vector
 from aegis.kernels.mlx.memory import MlxMemory
 
@@ -21,10 +21,12 @@ _NOBODY = np.empty(0, np.int32)
 class MlxRouting(Routing):
     """Chosen experts on the device, best last; ``experts`` and ``guess`` wait for them."""
 
-    def __init__(self, chosen: mx.array, guessed: mx.array | None, spec: RouterSpec) -> None:
+    def __init__(
+        self, chosen: mx.array, guessed: mx.array | None, spec: RouterSpec, clock: Clock
+    ) -> None:
         """chosen: uint32 [T, K + candidates] for T = 1, what follows K is the guess; else [T, K],
         and guessed [T, K] or None."""
-        self._chosen, self._guessed, self._spec = chosen, guessed, spec
+        self._chosen, self._guessed, self._spec, self._clock = chosen, guessed, spec, clock
         self._host: tuple[I32, I32] | None = None
         self.weights: mx.array
         self.normed: mx.array
@@ -56,13 +58,14 @@ class MlxRouting(Routing):
 
     def _on_host(self) -> tuple[I32, I32]:
         if self._host is None:
-            chosen = np.array(self._chosen).astype(np.int32)
+            chosen = self._clock.on_host(self._chosen).astype(np.int32)
             top = self._spec.num_experts_per_tok
             if self._guessed is None:
                 guess = chosen[0, top:][::-1] if len(chosen) == 1 else _NOBODY
                 self._host = chosen[:, :top], guess
             else:
-                self._host = chosen, _most_chosen(np.array(self._guessed), self._spec.num_experts)
+                guessed = self._clock.on_host(self._guessed)
+                self._host = chosen, _most_chosen(guessed, self._spec.num_experts)
         return self._host
 
 
@@ -85,7 +88,7 @@ class MlxRouter:
         next_spec: RouterSpec | None,
         next_weights: Mapping[str, Weight] | None,
     ) -> None:
-        self.spec, self._next_spec = spec, next_spec
+        self.spec, self._next_spec, self.clock = spec, next_spec, traits.clock
         self._scorer = _Scorer(memory, traits, spec, weights)
         self._next: _Scorer | None = None
         if next_spec is not None and next_weights is not None:
@@ -102,13 +105,13 @@ class MlxRouter:
             candidates = min(candidates, self._next_spec.num_experts)
         if x.shape[0] == 1:
             normed, weights, chosen = self._one(x, candidates)
-            routing = MlxRouting(chosen, None, spec)
+            routing = MlxRouting(chosen, None, spec, self.clock)
         else:
             normed, weights, chosen = self.route(x)
             guessed = None
             if candidates and following is not None:
                 guessed = following.guess(x, spec.num_experts_per_tok)
-            routing = MlxRouting(chosen, guessed, spec)
+            routing = MlxRouting(chosen, guessed, spec, self.clock)
         routing.normed, routing.weights = normed, weights
         return routing
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from aegis.kernels.base import DeltaSpec, KVSpec, Segment, WorkspaceSpec
-from aegis.kernels.sizes import RECORD_ALIGN, align_up, row_parts
+from aegis.kernels.base import DeltaSpec, Format, KVSpec, Segment, WorkspaceSpec
+from aegis.kernels.sizes import GROUPS, RECORD_ALIGN, align_up, row_parts
 
 PREFILL_STEP = 256
 """Rows of a prefill chunk. A constant, on a grid of absolute positions: MLX picks other kernels,
@@ -27,6 +27,19 @@ ATTENTION_ROWS = 64
 CACHE_NBYTES = 16 << 20
 """Freed buffers that MLX may keep for the next operation."""
 
+ROOM_NBYTES = 512
+"""What follows codes in the slots' pools: twice the most that ``inputs_behind`` can be, which is
+256, of a byte each."""
+
+_KERNEL_TILES = 3
+"""Tiles of inputs that MLX's kernel asks for before it computes,"""
+_KERNEL_TILE = 64
+"""and the inputs of one, if a group has no more."""
+_KERNEL_ROWS = 128
+"""It is for matrices of a multiple of so many rows."""
+_ROOMS = 3
+"""Pools with such room, for the codes of three matrices."""
+
 _POSITIONS = 8
 """KV caches have a multiple of so many positions,"""
 _NEVER_POSITIONS = 256
@@ -38,6 +51,20 @@ _STATES = 4
 """Recurrent states of one layer that are in memory together."""
 _LIVE = 3
 """Stages of a block whose results are in memory together: each frees its inputs when it is done."""
+
+
+def inputs_behind(shape: tuple[int, int], fmt: Format) -> int:
+    """How many numbers are read behind a matrix [rows, width], and behind what it multiplies.
+
+    The kernel that MLX has on CUDA for such products of 16-bit numbers (qmm_sm80) asks for three
+    tiles of every row before it computes. A row of one tile or two has no third: what follows in
+    memory is read, up to two rows of it, and not computed with. Behind the last row that may be
+    behind the allocation, an illegal access, after which the process cannot use the GPU any more.
+    So it is up to version 0.32.4 at least.
+    """
+    rows, width = shape
+    taken = fmt.kind != "dense" and fmt.bits in (4, 8) and not rows % _KERNEL_ROWS
+    return max(0, _KERNEL_TILES * max(_KERNEL_TILE, fmt.group_size) - width) if taken else 0
 
 
 class SlotRange(NamedTuple):
@@ -97,7 +124,8 @@ def workspace_nbytes(spec: WorkspaceSpec) -> int:
     """The largest temporaries of one block, what MLX keeps for reuse, and widened scales."""
     logits = 3 * spec.max_logit_rows * spec.vocab_size * 4
     largest = max(_attention(spec), _delta(spec), _experts(spec))
-    return largest + logits + _widened(spec) + _kv_copy(spec) + CACHE_NBYTES + 64 * _PAGE
+    rooms = _ROOMS * align_up(ROOM_NBYTES, _PAGE) + _narrow(spec)
+    return largest + logits + _widened(spec) + _kv_copy(spec) + rooms + CACHE_NBYTES + 64 * _PAGE
 
 
 def _attention(spec: WorkspaceSpec) -> int:
@@ -135,6 +163,24 @@ def _experts(spec: WorkspaceSpec) -> int:
     # Codes at up to 8 bits with float32 scales, or plain numbers.
     taken = TAKEN_EXPERTS * 3 * spec.hidden_size * inner * 4
     return rows * spec.number_nbytes + (taken if spec.number_nbytes == 4 else 0)
+
+
+def _narrow(spec: WorkspaceSpec) -> int:
+    """The copy of inputs behind which something may be read, see ``inputs_behind``."""
+    if spec.number_nbytes == 4:
+        return 0
+    tiles, heads = CALL_TILES * TILE_ROWS, spec.num_attention_heads
+    inputs = [(tiles, spec.hidden_size), (tiles, spec.moe_intermediate_size)]
+    widths = [heads * spec.head_dim, spec.shared_expert_intermediate_size, spec.intermediate_size]
+    if spec.delta is not None:
+        widths.append(spec.delta.value_dim)
+    inputs += [(spec.max_tokens, width) for width in widths]
+    if spec.latent is not None:
+        widths = [spec.latent.qk_nope_head_dim, spec.latent.kv_lora_rank]
+        inputs += [(heads * spec.max_tokens, width) for width in widths]
+    most = _KERNEL_TILES * max(GROUPS)
+    copies = ((rows + most) * width for rows, width in inputs if width < most)
+    return max(copies, default=0) * spec.number_nbytes
 
 
 def _widened(spec: WorkspaceSpec) -> int:

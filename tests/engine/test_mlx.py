@@ -222,6 +222,40 @@ def test_a_layer_as_one_call_gives_the_bits_of_its_blocks(
                 assert bits[0] == bits[1]
 
 
+def test_what_is_prepared_while_reads_are_waited_for_changes_no_bit(
+    each_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from aegis.kernels.mlx import experts
+
+    expect, finish, kept = experts._Row.expect, experts._Row.finish, list[bool]()
+    found = []
+
+    def wrongly(row: Any, ids: Any, slots: Any) -> None:
+        expect(row, ids, (slots + 1) % TOP_K)
+
+    def finished(row: Any) -> Any:
+        before = row._built
+        out = finish(row)
+        if before is not None:
+            kept.append(row._built is before)
+        return out
+
+    monkeypatch.setattr(experts._Row, "finish", finished)
+    for way in (lambda *ignored: None, expect, wrongly):
+        monkeypatch.setattr(experts._Row, "expect", way)
+        kept.clear()
+        options = mlx_options("f32", max_slots=TOP_K, guess="none")
+        with Engine.open(each_store.path, cap=PLENTY, **options) as engine:
+            tokens = list(engine.generate(IDS, 12, ignore_eos=True))
+            found.append((tokens, engine.score(IDS).tobytes()))
+        if way is expect:
+            assert all(kept)
+            assert kept, "nothing was ever waited for"
+        elif way is wrongly:
+            assert not any(kept)
+    assert found[0] == found[1] == found[2]
+
+
 def test_experts_nobody_chose_come_too_until_no_routing_is_looked_at(row_store: Store) -> None:
     with Engine.open(row_store.path, cap=PLENTY, **mlx_options("f32")) as engine:
         tiers = engine._opened.tiers
