@@ -8,7 +8,7 @@ from typing import Any
 def window(tokens: int, seconds: float, scale: int = 1) -> dict[str, Any]:
     """As ``Window.to_json``."""
     split = {"attention": 0.125, "experts": 0.25, "head": 0.0625, "router": 0.03125, "wait": 0.25}
-    split = {name: share * seconds for name, share in split.items()}
+    split = {name: share * seconds for name, share in split.items()} | {"queue": 0, "device": 0}
     return {
         "tokens": tokens,
         "seconds": seconds,

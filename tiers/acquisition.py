@@ -92,6 +92,15 @@ class Acquisition:
             self._sort_out()
         return self._hand_out()
 
+    def coming(self) -> Batch | None:
+        """What is on its way and will lie where, ascending; None while a read has no slot yet. A
+        read that fails may be begun anew into another one."""
+        if self._missing:
+            return None
+        first, pending = self._first_key, sorted(self._pending.items())
+        experts = np.array([key - first for key, _ in pending], dtype=np.int32)
+        return experts, np.array([slot for _, slot in pending], dtype=np.int32)
+
     def wait(self) -> Batch:
         """Block until more arrive and hand them out; empty once ``complete``.
 

@@ -35,6 +35,8 @@ class Times:
     """One expert."""
     head_s: float = 0.0
     """Everything that a token takes but its MoE layers."""
+    read_s: float = 0.0
+    """What beginning and ending one read takes of whoever computes."""
 
     def token_s(self, layers: int, per_token: int) -> float:
         """A token with every expert in a slot."""
@@ -60,7 +62,7 @@ class Simulated:
     tokens: int
     counters: Counters
     compute_s: float
-    """Seconds of all tokens together, without what was waited for."""
+    """Seconds of all tokens together, without what was waited for: computing, and reads' own."""
     wait_s: float
     """Seconds that stood still for reads."""
     disk_share: float
@@ -126,6 +128,8 @@ class Decoding:
     times: Times = field(default_factory=Times)
     advance: Advance | None = None
     """Told how long computing takes; None: it takes no time."""
+    issued: Callable[[], int] = lambda: 0
+    """How many reads were asked for so far."""
 
     def token(self, index: int) -> None:
         """Every layer of one token."""
@@ -134,9 +138,12 @@ class Decoding:
         for layer, experts in enumerate(chosen):
             if advance is not None:
                 advance(times.layer_s)
+            before = self.issued()
             acquired = self.tiers.acquire(layer, experts)
             if layer < last:
                 self.tiers.guess(layer + 1, guessed[layer])
+            if advance is not None and times.read_s:
+                advance((self.issued() - before) * times.read_s)
             came = len(acquired.ready()[0])
             if advance is not None:
                 advance(times.shared_s + came * times.expert_s)
@@ -191,21 +198,24 @@ def simulate(
     skip = skip if skip < tokens else 0
     pool, times = VirtualPool(disk or Disk()), times or Times()
     begun = waited = busy = 0.0
+    issued = 0
     with open_tiers(trace, tiering, pool, record_nbytes) as tiers:
-        decoding = Decoding(trace, tiers, times, pool.advance if times != Times() else None)
+        advance = pool.advance if times != Times() else None
+        decoding = Decoding(trace, tiers, times, advance, lambda: pool.issued)
         for token in range(tokens):
             if token == skip:
                 tiers.stats.reset()
-                begun, waited, busy = pool.now, pool.waited_s, pool.busy_s
+                begun, waited, busy, issued = pool.now, pool.waited_s, pool.busy_s, pool.issued
             decoding.token(token)
         total, stride = tiers.stats.totals("decode"), tiers.files.stride
         passed, waited = pool.now - begun, pool.waited_s - waited
         busy = pool.busy_s - busy
     total.wait_s = waited  # Theirs is what this loop took.
+    reading_s = (pool.issued - issued) * times.read_s
     return Simulated(
         tokens - skip,
         total,
-        compute_s=(tokens - skip) * times.token_s(layers, per_token),
+        compute_s=(tokens - skip) * times.token_s(layers, per_token) + reading_s,
         wait_s=waited,
         disk_share=min(1.0, busy / passed) if passed else 0.0,
         record_nbytes=stride,

@@ -16,7 +16,7 @@ import secrets
 import zlib
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,12 @@ class RoutingTrace:
         """Tokens, layers, experts per token."""
         tokens, layers, per_token = self.chosen.shape
         return tokens, layers, per_token
+
+    def twice(self) -> RoutingTrace:
+        """The same tokens again behind themselves: what slots hold then does not come of their
+        having been empty."""
+        guesses = tuple(np.concatenate([part, part]) for part in self.guesses)
+        return replace(self, chosen=np.concatenate([self.chosen, self.chosen]), guesses=guesses)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file, whole or not at all.

@@ -66,6 +66,11 @@ class VirtualPool:
         self._flows_until = 0.0
 
     @property
+    def issued(self) -> int:
+        """How many reads were asked for so far, withdrawn ones too."""
+        return self._last
+
+    @property
     def depth(self) -> int:
         """See ReadPool."""
         return len(self._queued) + sum(end > self.now for end in self._ends.values())

@@ -24,7 +24,7 @@ from aegis.tiers.read_pool import ReadPool, open_read_pool
 from aegis.tiers.store import ExpertFiles
 
 ROUNDS = 3
-_AHEAD = 3
+AHEAD = 3
 """Reads queued per thread: none of them waits for us."""
 _ARENA_NBYTES = 32 * MIB
 
@@ -35,6 +35,13 @@ class Reads:
 
     run: int
     threads: int
+    ahead: int = AHEAD
+    """Reads queued per thread."""
+
+    @property
+    def queued(self) -> int:
+        """Of all threads."""
+        return self.threads * self.ahead
 
 
 def disk_limits(path: Path, experts: ExpertBits, kinds: list[Reads], seconds: float) -> list[float]:
@@ -55,18 +62,29 @@ def disk_limits(path: Path, experts: ExpertBits, kinds: list[Reads], seconds: fl
         store.layout.num_experts,
         direct=storage.kind != "buffered",
     )
-    most = max(kind.run * kind.threads * _AHEAD for kind in kinds) * files.stride
-    with closing(files), closing(Arena(max(most, _ARENA_NBYTES))) as arena:
+    with closing(files):
+        return [max(of_kind) for of_kind in read_speeds(files, kinds, seconds)]
+
+
+def read_speeds(files: ExpertFiles, kinds: list[Reads], seconds: float) -> list[list[float]]:
+    """Bytes per second of every round of each kind of reads; kinds take turns.
+
+    Raises:
+        ReadError: the disk refuses.
+        ArenaError: there is no memory to read into.
+    """
+    most = max(kind.run * kind.queued for kind in kinds) * files.stride
+    with closing(Arena(max(most, _ARENA_NBYTES))) as arena:
         base = int(arena.take("records", arena.nbytes, HUGE_NBYTES).ctypes.data)
         speeds = [[_round(files, base, kind, seconds) for kind in kinds] for _ in range(ROUNDS)]
-    return [max(of_kind) for of_kind in zip(*speeds, strict=True)]
+    return [list(of_kind) for of_kind in zip(*speeds, strict=True)]
 
 
 def _round(files: ExpertFiles, base: int, kind: Reads, seconds: float) -> float:
     """Bytes per second of reading for a while."""
     with closing(open_read_pool(kind.threads, drop_cache=files.mode == "buffered")) as pool:
         stride = files.stride * kind.run
-        free = deque(base + stride * index for index in range(kind.threads * _AHEAD))
+        free = deque(base + stride * index for index in range(kind.queued))
         reading: deque[tuple[int, int]] = deque()
         places, done = _places(files, kind.run), 0
         start = time.perf_counter()

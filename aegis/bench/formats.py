@@ -85,6 +85,8 @@ _MEASURED: list[_Column] = [
     ("t/s", 14, lambda row: f"{row['tps']:.2f} ± {row['tps_sd']:.2f}"),
     ("compute ms", 10, lambda row: _cell(_compute_s(row), 2, 1e3)),
     ("router ms", 9, _ms("router")),
+    ("queue ms", 8, _ms("queue")),
+    ("device ms", 9, _ms("device")),
     ("wait ms", 8, _ms("wait")),
     ("other ms", 8, _ms("other")),
     ("hits", 7, _percent("hit_rate")),
@@ -100,6 +102,11 @@ _MEASURED: list[_Column] = [
     ("RAM GB/s", 14, _ram),
     ("peak", 9, lambda row: format_size(row["peak_nbytes"])),
 ]
+_CLOCKED = {True: ("queue ms", "device ms"), False: ("compute ms", "router ms")}
+"""Columns of what only clocks of a backend that queues its calls can tell, or only those around
+blocks that do not queue."""
+_QUEUE = ("mlx",)
+"""Backends that do."""
 
 
 class Markdown:
@@ -109,6 +116,8 @@ class Markdown:
         self._model, self._write = str(head["model"]), write
         hidden = {name for name, key in _OPTIONAL.items() if key not in varied}
         self._configured = [column for column in _CONFIGURED if column[0] not in hidden]
+        unknown = _CLOCKED[head["backend"] not in _QUEUE]
+        self._measured = [column for column in _MEASURED if column[0] not in unknown]
         self._begun = False
         self._below: list[str] = []
 
@@ -118,23 +127,23 @@ class Markdown:
             self._begin()
         cells = [self._model, *(show(row) for _, _, show in self._configured)]
         if row["feasible"]:
-            cells += [show(row) for _, _, show in _MEASURED]
+            cells += [show(row) for _, _, show in self._measured]
             self._note(row)
         else:
-            words = dict.fromkeys((name for name, _, _ in _MEASURED), _UNKNOWN)
+            words = dict.fromkeys((name for name, _, _ in self._measured), _UNKNOWN)
             cells += (words | {"t/s": "does not fit"}).values()
         self._line(cells)
 
     def _begin(self) -> None:
         self._begun = True
-        columns = [*self._configured, *_MEASURED]
+        columns = [*self._configured, *self._measured]
         self._line(["model", *(name for name, _, _ in columns)])
         # Numbers are to the right, as in the lines themselves.
         rules = [f"{'-' * (width + 1)}:" for _, width, _ in columns]
         self._write("|".join(["", "-" * (len(self._model) + 2), *rules, ""]))
 
     def _line(self, cells: Sequence[str]) -> None:
-        widths = [width for _, width, _ in (*self._configured, *_MEASURED)]
+        widths = [width for _, width, _ in (*self._configured, *self._measured)]
         rest = [cell.rjust(width) for cell, width in zip(cells[1:], widths, strict=True)]
         self._write(f"| {cells[0]:<{max(len(self._model), 5)}} | {' | '.join(rest)} |")
 
@@ -145,6 +154,9 @@ class Markdown:
         if row["ttft_s"] is not None:
             took = ", ".join(f"{seconds:.2f} s" for seconds in row["ttft_s"])
             told = f"first token after {took}; {told}"
+        if row["predicted"] is not None:
+            tps, error = row["predicted"]["tps"], row["predicted"]["error"]
+            told = f"{told}; predicted {tps:.2f} t/s, {100 * error:+.1f} %"
         where = ", ".join(f"{name} {show(row)}" for name, _, show in self._configured)
         self._below.append(f"{where}, {row['test']}: {told}")
 
@@ -188,6 +200,12 @@ _FULL: Row = {
     ),
     "ram": dict.fromkeys(
         ("nbytes_per_token", "nbytes_per_s", "computing_nbytes_per_s", "limit_nbytes_per_s")
+    ),
+    "predicted": dict.fromkeys(
+        (
+            *("tps", "s_per_token", "compute_s", "wait_s", "hit_rate", "late_rate", "wasted_rate"),
+            *("read_nbytes_per_token", "disk_busy", "error"),
+        )
     ),
 }
 """Everything that a line of csv has, whatever the first row lacks. Lists are in json alone."""

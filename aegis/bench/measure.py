@@ -46,7 +46,13 @@ class Window:
         return {
             "tokens": self.tokens,
             "seconds": self.seconds,
-            "split_s": {**parts, "wait": spent.wait, "other": rest},
+            "split_s": {
+                **parts,
+                "wait": spent.wait,
+                "queue": spent.queue,
+                "device": spent.device,
+                "other": rest,
+            },
             "busy_s": self.busy_s,
             "token_s": self.token_s,
             **self.counted.as_dict(),

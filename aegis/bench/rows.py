@@ -10,7 +10,7 @@ from aegis.bench.runs import Configuration, Limits, run_records
 from aegis.planner import MemoryPlan
 
 Row = dict[str, Any]
-PARTS = ("attention", "experts", "head", "router", "wait", "other")
+PARTS = ("attention", "experts", "head", "router", "wait", "queue", "device", "other")
 COMPUTE = ("attention", "experts", "head")
 _COUNTS = ("hits", "late", "misses", "guesses", "useful", "wasted", "cancelled", "read_nbytes")
 
@@ -60,6 +60,7 @@ def rows_of(
         row["disk"] = _disk(windows, run, limits)
         touched = found["touched_nbytes"] if is_decoded else None
         row["ram"] = _ram(row["split_s"], touched, windows, limits)
+        row["predicted"] = None
         row["repetitions"] = [_repetition(window) for window in windows]
         rows.append(row)
     return rows

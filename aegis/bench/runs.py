@@ -59,15 +59,20 @@ def configurations(
 
 
 def ask(
-    request: Mapping[str, Any], what: str, tick: Callable[[int], None] = lambda tokens: None
+    request: Mapping[str, Any],
+    what: str,
+    tick: Callable[[int], None] = lambda tokens: None,
+    module: str | None = None,
 ) -> dict[str, Any]:
     """What a worker answers; ``tick`` is called with the number of tokens that it has done.
+
+    module: of the worker; None: a bench's.
 
     Raises:
         AegisError: what went wrong there, with the exit code that it has.
     """
     with tempfile.TemporaryFile() as said:
-        with worker(WORKER, [json.dumps(request)], stderr=said.fileno()) as process:
+        with worker(module or WORKER, [json.dumps(request)], stderr=said.fileno()) as process:
             found = _followed(process, tick)
             code = process.wait()
         said.seek(0)

@@ -103,27 +103,33 @@ def limits(request: Mapping[str, Any]) -> dict[str, Any]:
     return {"disk": dict(zip(map(str, request["runs"]), disk, strict=True)), "ram": ram}
 
 
-def answer(request: Mapping[str, Any]) -> dict[str, Any]:
+def answered(
+    respond: Callable[[Mapping[str, Any]], dict[str, Any]], request: Mapping[str, Any]
+) -> dict[str, Any]:
     """The result, or why there is none."""
     from aegis.tiers.errors import TiersError
 
     try:
-        return limits(request) if "runs" in request else run(request, _Ticker())
+        return respond(request)
     except AegisError as error:
         return {"error": str(error), "exit_code": error.exit_code}
     except (TiersError, OSError, ValueError, RuntimeError, MemoryError) as error:
         return {"error": str(error) or type(error).__name__, "exit_code": 1}
 
 
-def main() -> int:
-    """Answer the request of the command line."""
+def serve(respond: Callable[[Mapping[str, Any]], dict[str, Any]]) -> int:
+    """Answer the request of the command line; the exit code."""
     die_with_parent()
     try:
-        say(answer(json.loads(sys.argv[1])))
+        say(answered(respond, json.loads(sys.argv[1])))
     except KeyboardInterrupt:
         return 130
     return 0
 
 
+def _respond(request: Mapping[str, Any]) -> dict[str, Any]:
+    return limits(request) if "runs" in request else run(request, _Ticker())
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve(_respond))

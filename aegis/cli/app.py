@@ -22,6 +22,7 @@ VERBS = (
     "plan",
     "sweep",
     "bench",
+    "predict",
     "pull",
     "convert",
     "list",

@@ -9,10 +9,11 @@ import click
 
 from aegis.bench.formats import Format, open_format
 from aegis.bench.rows import Row, refused, rows_of
-from aegis.bench.runs import Configuration, configurations, limits_request, measured
+from aegis.bench.runs import Configuration, Limits, configurations, limits_request, measured
 from aegis.cli.machine import read_machine
 from aegis.cli.options import Options, engine_settings
 from aegis.cli.plan import find_model, plan_for
+from aegis.cli.predictor import Predictor
 from aegis.cli.progress import DownloadBar, ProgressBar
 from aegis.cli.report import SCHEMA_VERSION, check_cap, note
 from aegis.engine.planning import backend_layout, choose_backend, compute_threads
@@ -94,6 +95,7 @@ class _Run:
         self._each = options["repetitions"] * self._tokens
         self._before = 0
         self.bar = ProgressBar("measuring", options["quiet"], lambda tokens: f"{tokens} tokens")
+        self._predictor: Predictor | None = None
         self._plans: list[tuple[MemoryPlan, int | None]] = []
         """Of every configuration so far, with the most memory that it took."""
 
@@ -156,7 +158,25 @@ class _Run:
         found, limits = measured(request, config, probe, self._tick)
         self._before += self._each
         self._plans.append((plan, found["peak_nbytes"]))
-        return rows_of(config, plan, found, limits)
+        rows = rows_of(config, plan, found, limits)
+        for row in rows:
+            row["predicted"] = self._predicted(config, plan, row, limits)
+        return rows
+
+    def _predicted(
+        self, config: Configuration, plan: MemoryPlan, row: Row, limits: Limits | None
+    ) -> dict[str, Any] | None:
+        """What would have been said of the tokens beforehand, and how wrong it is; of prompts
+        nothing is said. The disk is the one that was measured beside them."""
+        if limits is None or self._options["no_predict"] or row["token_s"] is None:
+            return None
+        source, options = self._sources[config.experts], self._with(config)
+        if self._predictor is None:
+            depth = self._options["n_prompt"] + self._options["n_gen"] // 2
+            self._predictor = Predictor(self.backend, max(1, depth), self._options["quiet"])
+        self.bar.clear()
+        found = self._predictor.predicted(source, plan, options, limits.disk[1])
+        return {**found, "error": found["tps"] / row["tps"] - 1}
 
     def _store(self, config: Configuration) -> Store:
         """Made before anything is measured, where it is not there."""

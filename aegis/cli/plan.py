@@ -18,7 +18,7 @@ from aegis.cli.options import (
     quiet_option,
 )
 from aegis.cli.report import note, note_fallback, print_json
-from aegis.cli.source import resolve_model
+from aegis.cli.source import only_model
 from aegis.errors import PlanError
 
 if TYPE_CHECKING:
@@ -42,9 +42,7 @@ def command(positional: str | None, **options: Any) -> int:
     synthetic:SHAPE: nothing is downloaded, converted, loaded or written. Exit code 3 says that the
     plan does not fit; the smallest cap that opens is named.
     """
-    if positional is not None and options["model"] is not None:
-        raise click.UsageError("MODEL is given twice: as an argument and with --model")
-    model = resolve_model(options["model"] if positional is None else positional)
+    model = only_model(positional, options)
     note_fallback(options)
     choice = choose_caps(options)
     if choice.note and not options["quiet"]:

@@ -49,6 +49,13 @@ def names_model(text: str, alone: bool = True) -> bool:
     return not (alone and text == EMBEDDED) and meaning(text) != Path(text)
 
 
+def only_model(positional: str | None, options: Options) -> Name:
+    """The model of a command without a prompt: its argument or --model."""
+    if positional is not None and options["model"] is not None:
+        raise click.UsageError("MODEL is given twice: as an argument and with --model")
+    return resolve_model(options["model"] if positional is None else positional)
+
+
 def resolve_model(text: str | None) -> Name:
     """What MODEL means; UsageError says what is supported."""
     if text is None:

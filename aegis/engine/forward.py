@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aegis.kernels.base import Array, Routing
-    from aegis.kernels.queued import Queue, QueuedHeadBlock, QueuedLayer
+    from aegis.kernels.queued import Queue, QueuedExpertsBlock, QueuedHeadBlock, QueuedLayer
     from aegis.models.base import Decoder
     from aegis.tiers.facade import ExpertTiers
 
@@ -223,6 +223,9 @@ class Forward:
                     moe.experts.add(experts, slots)
                 if acquired.complete:
                     return moe.experts.finish()
+                if begun and (coming := acquired.coming()) is not None:
+                    begun = False  # Once is enough.
+                    cast("QueuedExpertsBlock", moe.experts).expect(*coming)
                 experts, slots = acquired.wait()
         finally:
             acquired.release()

@@ -2,7 +2,8 @@
 
 Outside of a ``Timing`` that is entered nothing is measured and nothing is in the way. Inside, each
 call of a block costs about 0.3 us more. Where a backend queues its calls (``mlx``), a clock around
-one would measure how long queueing takes: there only the waiting for reads is told.
+one would measure how long Python takes to describe it: there the queue's own clocks are told, of
+handing calls over and of waiting for the device.
 """
 
 from __future__ import annotations
@@ -37,11 +38,16 @@ class Spent:
     """Final norm, logits, and the embedding where the table is in memory."""
     wait: float = 0.0
     """Waiting for reads: of experts, and of the embedding's rows where these are on disk."""
+    queue: float = 0.0
+    """Handing calls to the device, where they queue."""
+    device: float = 0.0
+    """Waiting for the device, there."""
 
     @property
     def total(self) -> float:
         """All of them."""
-        return self.attention + self.experts + self.router + self.head + self.wait
+        blocks = self.attention + self.experts + self.router + self.head
+        return blocks + self.wait + self.queue + self.device
 
     def since(self, before: Spent) -> Spent:
         """What was spent after ``before``."""
@@ -49,8 +55,9 @@ class Spent:
         return Spent(*(getattr(self, name) - getattr(before, name) for name in names))
 
 
-_ATTENTION, _EXPERTS, _ROUTER, _HEAD, _WAIT = range(5)
-"""Places of the parts in a list, in the order of ``Spent``: quicker to add to than attributes."""
+_EXPERTS, _ROUTER, _HEAD, _WAIT, _LAYERS = range(5)
+"""Places of the parts in a list, which is quicker to add to than attributes; from the last on, each
+layer's attention and MLP."""
 
 
 def _timed(call: Callable[..., Any], seconds: list[float], part: int) -> Any:
@@ -86,13 +93,15 @@ class Timing:
 
     def __init__(self, opened: Opened) -> None:
         self._opened = opened
-        self._seconds = [0.0] * 5
+        layers = opened.request.shape.num_hidden_layers
+        self._seconds = [0.0] * (_LAYERS + 2 * layers)
         self._blocks: tuple[Decoder, Embed] | None = None
         """What the model goes through when nobody looks."""
 
     @property
     def has_blocks(self) -> bool:
-        """Whether calls of blocks return when they are done, so that a clock says anything."""
+        """Whether calls of blocks return when they are done, so that clocks around them say
+        anything."""
         return self._opened.backend.queue is None
 
     def __enter__(self) -> Timing:
@@ -102,18 +111,18 @@ class Timing:
             part = _WAIT if isinstance(embed, DiskEmbedding) else _HEAD
             timed = replace(
                 decoder,
-                layers=[self._layer(layer) for layer in decoder.layers],
+                layers=[self._layer(*layer) for layer in enumerate(decoder.layers)],
                 head=_timed(decoder.head, self._seconds, _HEAD),
             )
             self._opened.decoder = timed
             forward.blocks = timed, _timed(embed, self._seconds, part)
         return self
 
-    def _layer(self, layer: DecoderLayer) -> DecoderLayer:
-        seconds, mlp = self._seconds, layer.mlp
-        attention = _timed(layer.attention, seconds, _ATTENTION)
+    def _layer(self, index: int, layer: DecoderLayer) -> DecoderLayer:
+        seconds, mlp, part = self._seconds, layer.mlp, _LAYERS + 2 * index
+        attention = _timed(layer.attention, seconds, part)
         if not isinstance(mlp, MoeBlocks):
-            return replace(layer, attention=attention, mlp=_timed(mlp, seconds, _ATTENTION))
+            return replace(layer, attention=attention, mlp=_timed(mlp, seconds, part + 1))
         router = _timed(mlp.router, seconds, _ROUTER)
         moe = replace(mlp, router=router, experts=_TimedExperts(mlp.experts, seconds))
         return replace(layer, attention=attention, mlp=moe)
@@ -132,9 +141,19 @@ class Timing:
     @property
     def spent(self) -> Spent:
         """Seconds of each part so far, with all that the tiers have waited since they count."""
-        attention, experts, router, head, rows = self._seconds
+        experts, router, head, rows, *layers = self._seconds
+        attention = sum(layers)
         waited = self._opened.tiers.stats.totals().wait_s
-        return Spent(attention, experts, router, head, rows + waited)
+        queue = self._opened.backend.queue
+        queued, device = (0.0, 0.0) if queue is None else queue.spent()
+        return Spent(attention, experts, router, head, rows + waited, queued, device)
+
+    @property
+    def layers_s(self) -> list[tuple[float, float]]:
+        """Seconds so far of each layer's attention (or what takes its place) and, where it has no
+        experts, of its MLP."""
+        layers = self._seconds[_LAYERS:]
+        return list(zip(layers[::2], layers[1::2], strict=True))
 
     @property
     def threads(self) -> int:

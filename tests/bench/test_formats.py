@@ -144,6 +144,23 @@ def test_columns_that_do_not_differ_are_left_out(rows: list[dict[str, Any]]) -> 
     assert " io " not in lines[0]
 
 
+@pytest.mark.parametrize(
+    ("backend", "shown"),
+    [("mlx", {"queue ms", "device ms"}), ("native", {"compute ms", "router ms"})],
+)
+def test_where_a_tokens_time_goes_is_shown_as_far_as_the_backend_can_tell(
+    rows: list[dict[str, Any]], backend: str, shown: set[str]
+) -> None:
+    lines: list[str] = []
+    table = open_format("md", HEAD | {"backend": backend}, (), lines.append)
+    for row in rows:
+        table.row(row)
+    names = [cell.strip() for cell in lines[0].split("|")]
+    clocks = {"queue ms", "device ms", "compute ms", "router ms"}
+    assert clocks & set(names) == shown
+    assert {line.count("|") for line in lines} == {len(names) - 1}
+
+
 def test_each_configuration_comes_once_and_curves_one_by_one() -> None:
     found = configurations([2, 1, 2], ["4bit", "3bit"], [0, 6], [None], [2])
     assert len(found) == len(set(found)) == 8

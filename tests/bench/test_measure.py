@@ -5,8 +5,11 @@ from __future__ import annotations
 from itertools import islice
 
 import pytest
+from engine_tools import store_of
 from hypothesis import given
 from hypothesis import strategies as st
+from mlx_tools import PLENTY as MLX_PLENTY
+from mlx_tools import mlx_options, needs_mlx
 from small_model import SMALL, open_small
 
 from aegis.bench.measure import Meter, Window, measure, repetition
@@ -54,6 +57,24 @@ def test_nothing_is_read_or_waited_for_once_every_expert_is_there(store: Store) 
     for window in (last.prompt, last.decoded):
         assert (window.counted.read_nbytes, window.busy_s, window.spent.wait) == (0, 0, 0)
         assert window.counted.hit_rate == 1
+
+
+@needs_mlx
+@pytest.mark.parametrize("slots", [3, None])
+def test_where_calls_queue_the_device_and_reads_are_told_apart(slots: int | None) -> None:
+    options = mlx_options("f32", cap=MLX_PLENTY, max_slots=slots)
+    with store_of(SMALL, seed=11, layout="row") as made:
+        with open_small(made, **options) as engine, engine.timing() as timing:
+            assert not timing.has_blocks
+            found = measure(engine, timing, PROMPT, TOKENS, 2 * REPETITIONS, seed=5)
+        for window in (found[-1].prompt, found[-1].decoded):
+            assert window is not None
+            split = window.to_json(timing.has_blocks)["split_s"]
+            told = {name: seconds for name, seconds in split.items() if seconds is not None}
+            assert set(told) == {"wait", "queue", "device", "other"}
+            assert sum(told.values()) == pytest.approx(window.seconds)
+            assert min(told.values()) >= 0 < min(told["queue"], told["device"])
+            assert slots is None or told["wait"] > 0
 
 
 @pytest.mark.parametrize(("prompt", "tokens"), [(0, 4), (6, 0), (1, 1)])

@@ -34,7 +34,7 @@ ROW = {
     *("min_cap_nbytes", "description", "slots", "borrowed_slots", "record_nbytes"),
     *("peak_nbytes", "given_back_nbytes", "test", "tokens", "tps", "tps_sd", "s_per_token"),
     *("split_s", "hit_rate", "late_rate", "wasted_rate", "read_nbytes_per_token", "ttft_s"),
-    *("token_s", "disk", "ram", "repetitions"),
+    *("token_s", "disk", "ram", "predicted", "repetitions"),
 }
 HEAD = {
     *("schema_version", "model", "backend", "prompt_tokens", "generation_tokens"),

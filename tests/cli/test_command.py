@@ -19,7 +19,7 @@ def test_help_lists_every_verb(aegis: Aegis) -> None:
     done = aegis("--help")
     assert done.returncode == 0
     verbs = ("run", "plan", "sweep", "bench", "pull", "convert", "list", "show", "rm", "verify")
-    for verb in (*verbs, "eval"):
+    for verb in (*verbs, "eval", "predict"):
         assert f"  {verb} " in done.stdout
         told = aegis(verb, "--help")
         assert told.returncode == 0

@@ -77,7 +77,7 @@ def test_of_an_errors_notes_only_those_of_aegis_are_told(
         error.add_note(Note("9 MiB are kept"))
         raise error
 
-    monkeypatch.setattr("aegis.cli.plan.resolve_model", fail)
+    monkeypatch.setattr("aegis.cli.source.resolve_model", fail)
     done = command_here(capfd, monkeypatch)("plan", "--cap", "1GiB")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "error: it failed\n9 MiB are kept\n"

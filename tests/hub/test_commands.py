@@ -18,11 +18,17 @@ from fake_hub import REPO, FakeHub, Fault, Handler, Repo, breaks_off
 
 from aegis.checkpoint.config import QuantSpec
 from aegis.checkpoint.store import Store
+from aegis.cli import predictor
 from aegis.convert.convert import convert
 from aegis.convert.three_bit import add_3bit
+from aegis.engine.sources import Source
+from aegis.predict.cut import Sizes
+from aegis.predict.probe import Kernels, Probe
+from aegis.tiers.virtual_disk import Disk
 
 GOLDENS = Path(__file__).resolve().parent.parent / "goldens"
 PLAIN = "org/plain"
+WEIGHTS = "model.safetensors"
 SMALL = ("--backend", "native", "-c", "64", "--cap", "1GiB")
 RUN = ("one two", "--raw", "-n", "4", "--ignore-eos", *SMALL)
 
@@ -134,6 +140,24 @@ def test_a_plain_folder_is_quantised_when_it_is_first_run(here: FakeHub, aegis: 
     swept = aegis("sweep", folder, *RUN, "--bits", "8", "--json")
     assert swept.returncode == 0, swept.stderr
     assert aegis("verify", folder).returncode == 0
+
+
+def test_predict_reads_headers_alone(
+    here: FakeHub, aegis: Aegis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources: list[Source] = []
+
+    def run_probe(source: Source, *request: object) -> Probe:
+        sources.append(source)
+        return Probe(Kernels(*(1e-4 for _ in range(7))), Disk(1e9), Sizes(3, 6, 512), False)
+
+    monkeypatch.setattr(predictor, "run_probe", run_probe)
+    done = aegis("predict", REPO, *SMALL, "--json", "-q")
+    assert done.returncode == 0, done.stderr
+    assert (done.json["model"], done.json["rows"][0]["hit_rate"]) == (REPO, 1)
+    assert here.sent[WEIGHTS] <= 100_000 < len(here.repos[REPO].files[WEIGHTS])
+    assert [source.missing_nbytes is not None for source in sources] == [True]
+    assert cached(tmp_path / "aegis") == []
 
 
 def test_plan_and_show_say_what_a_download_would_take(

@@ -192,10 +192,11 @@ def test_a_guess_that_is_chosen_is_read_ahead_of_other_guesses(
 def test_guesses_that_nobody_needs_are_withdrawn_unless_they_have_begun(
     stores: dict[int, ExpertFiles], use: Callable[[ExpertTiers], None]
 ) -> None:
-    begun = threading.Event()
+    begun, issued = threading.Event(), threading.Event()
 
     def read(fd: int, views: list[memoryview], offset: int) -> int:
         begun.set()
+        issued.wait()  # Before, it may be the only one that was submitted yet.
         for _ in range(1000):
             if pool.depth == 1:
                 break
@@ -205,6 +206,7 @@ def test_guesses_that_nobody_needs_are_withdrawn_unless_they_have_begun(
     memory, pool = SlotReader(12), PythonReadPool(1, read=read)
     tiers = open_tiers(stores[12], memory, Setup(12, 2, 12, 4, "lfu", "cross-layer", 4, 0), pool)
     assert tiers.guess(1, [4, 5, 6, 7]) == 4
+    issued.set()
     begun.wait()
     use(tiers)
     tiers.close()
@@ -250,6 +252,38 @@ def test_waiting_for_a_read_leaves_the_processor_alone(stores: dict[int, ExpertF
     tiers.close()
     assert pool.looks < 20
     timer.join()
+    pool.close()
+    memory.arena.close()
+
+
+def test_it_is_known_where_what_is_on_its_way_will_lie(stores: dict[int, ExpertFiles]) -> None:
+    go = threading.Event()
+
+    def read(fd: int, views: list[memoryview], offset: int) -> int:
+        go.wait()
+        return os.preadv(fd, views, offset)
+
+    memory, pool = SlotReader(4), PythonReadPool(2, read=read)
+    tiers = open_tiers(stores[12], memory, Setup(12, 3, 4, 3, "lfu", "none", 0, 0), pool)
+    acquired = tiers.acquire(0, [2, 5, 9])
+    coming = acquired.coming()
+    assert coming is not None
+    assert coming[0].tolist() == [2, 5, 9]
+    expected = dict(zip(*map(list, coming), strict=True))
+    go.set()
+    while not acquired.complete:
+        experts, slots = acquired.wait()
+        assert all(expected[e] == s for e, s in zip(experts, slots, strict=True))
+    assert [batch.size for batch in acquired.coming() or ()] == [0, 0]
+    acquired.release()
+    with tiers.acquire(1, [0, 1]) as held:
+        # Two of four slots are pinned: the third read has none yet.
+        other = tiers.acquire(2, [3, 4, 6])
+        assert other.coming() is None
+        while not held.complete:
+            held.wait()
+        other.release()
+    tiers.close()
     pool.close()
     memory.arena.close()
 
