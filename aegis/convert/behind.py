@@ -17,13 +17,16 @@ Step = Callable[[], object]
 class Behind:
     """Takes the last steps of each file on a thread of its own, one file at a time, in order.
 
-    A step that fails is the last one; its error is raised by the next call, or at the end.
+    A step that fails is the last one; its error is raised by the next call, or at the end. Where a
+    file's last step found no room, because the file made meanwhile took it, an error that ends all
+    has that step taken again once the room is free.
     """
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1)
         self._steps: list[Step] = []
         self._under_way: Future[None] | None = None
+        self._without_room: Step | None = None
 
     def __enter__(self) -> Behind:
         return self
@@ -39,7 +42,9 @@ class Behind:
                 self._wait()
         finally:
             self._thread.shutdown()
-            for step in self._steps:  # Of a file that never came to its last one.
+            # Those of a file that never came to its last one; its room is what the other lacked.
+            lacking = [self._without_room] if self._without_room else []
+            for step in self._steps + lacking:
                 with suppress(OSError):
                     step()
 
@@ -51,15 +56,19 @@ class Behind:
         """Take the steps of a file, of which this is the last, once those of the one before are
         taken."""
         self._wait()
-        steps, self._steps = [*self._steps, step], []
-        self._under_way = self._thread.submit(_take, steps)
+        steps, self._steps = self._steps, []
+        self._under_way = self._thread.submit(self._take, steps, step)
 
     def _wait(self) -> None:
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             under_way.result()
 
-
-def _take(steps: list[Step]) -> None:
-    for step in steps:
-        step()
+    def _take(self, steps: list[Step], last: Step) -> None:
+        for step in steps:
+            step()
+        try:
+            last()
+        except OSError:
+            self._without_room = last
+            raise

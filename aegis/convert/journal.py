@@ -57,8 +57,12 @@ class Journal:
             report(nbytes)
             return found
         path.unlink(missing_ok=True)
-        made = tuple(make())
-        behind.submit(partial(self._note, path, made))
+        try:
+            made = tuple(make())
+            behind.submit(partial(self._note, path, made))
+        except BaseException:
+            path.unlink(missing_ok=True)  # Its room may be what the journal lacks.
+            raise
         return made
 
     def names(self, path: Path) -> bool:

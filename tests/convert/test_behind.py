@@ -80,3 +80,22 @@ def test_a_file_whose_last_step_never_came_is_closed(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert len(os.listdir("/dev/fd")) == before
+
+
+def test_a_last_step_without_room_is_taken_again_when_the_next_file_is_gone() -> None:
+    room, said = threading.Event(), list[str]()
+
+    def note() -> None:
+        said.append("noted" if room.is_set() else "full")
+        if not room.is_set():
+            raise OSError(28, "full")
+
+    def files() -> None:
+        with Behind() as behind:
+            behind.submit(note)
+            behind.first(room.set)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        files()
+    assert said == ["full", "noted"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -31,10 +33,11 @@ from stores import (
 from strategies import Choices, checkpoint_choices, seeds, write_checkpoint, write_choices
 
 from aegis.checkpoint.config import QuantSpec
+from aegis.checkpoint.fileio import sync_folder, write_file
 from aegis.checkpoint.source import Checkpoint
 from aegis.checkpoint.store import Store
 from aegis.convert import convert as convert_module
-from aegis.convert import records
+from aegis.convert import journal, records
 from aegis.convert.build import JOURNAL
 from aegis.convert.cache import embedded_path
 from aegis.convert.convert import convert
@@ -403,6 +406,37 @@ def test_a_disk_that_fills_up_gives_a_sentence_and_leaves_what_is_finished(
         assert {path.name for path in partial.rglob("*.*")} == {"resident.bin", JOURNAL}
     subprocess.run(["mount", "-o", "remount,size=2m", str(small_disk)], check=True)
     check_same_values(source, convert(source, small_disk / "s"))
+
+
+def test_what_is_finished_is_kept_though_the_next_file_took_the_journals_room(
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The journal is written while the next file is made."""
+    folder = out / "s"
+
+    full = threading.Event()
+
+    def write(path: Path, data: bytes) -> None:
+        if any(out.rglob("layer*")):
+            full.set()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_file(path, data)
+
+    def wait_for_the_next_file(path: Path) -> None:
+        while not full.is_set() and not any(out.rglob("layer*")):
+            time.sleep(0.001)
+        sync_folder(path)
+
+    source = write_checkpoint(tmp_path / "m")
+    with monkeypatch.context() as patched:
+        patched.setattr(journal, "write_file", write)
+        patched.setattr(journal, "sync_folder", wait_for_the_next_file)
+        with pytest.raises(StoreError, match=r"the disk of .* is full") as raised:
+            convert(source, folder)
+    assert "are kept" in raised.value.__notes__[0]
+    [partial] = out.iterdir()
+    assert {path.name for path in partial.rglob("*.*")} == {"resident.bin", JOURNAL}
+    check_same_values(source, convert(source, folder))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
