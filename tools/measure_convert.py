@@ -223,8 +223,16 @@ def copy(checkpoint: Path, target: Path) -> float:
     subprocess.run(["sync", "-f", target], check=True)
     seconds = time.monotonic() - begin
     forget(target)
-    shutil.rmtree(target)
+    delete(target)
     return seconds
+
+
+def delete(folder: Path) -> None:
+    """Delete it, and wait until the disk has its room back: where file systems discard what is
+    deleted, that would go on beside whatever is timed next."""
+    shutil.rmtree(folder)
+    subprocess.run(["sync", "-f", folder.parent], check=True)
+    time.sleep(10)
 
 
 def main() -> int:
@@ -245,7 +253,7 @@ def main() -> int:
         command = [sys.executable, "-P", "-m", "aegis", "convert", checkpoint, other, "-q"]
         seconds, most = watched(command)
         written = sum(path.stat().st_size for path in other.rglob("*") if path.is_file())
-        shutil.rmtree(other)
+        delete(other)
         ratios.append(copied / seconds)
         print(
             f"copied at {nbytes / copied / 1e6:.0f} MB/s, converted at"
