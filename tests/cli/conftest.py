@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from command_here import Done, command_here
 
 GOLDEN = Path(__file__).resolve().parent.parent / "goldens" / "qwen2_moe"
 
@@ -50,3 +51,16 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("model") / "small"
     shutil.copytree(GOLDEN, folder)
     return str(folder)
+
+
+@pytest.fixture
+def in_process(
+    command_env: dict[str, str],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[..., Done]:
+    """The same in this process."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AEGIS_CACHE", command_env["AEGIS_CACHE"])
+    return command_here(capfd, monkeypatch)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from bench_tools import measured
-from command_here import Done, command_here
+from command_here import Done
 from small_model import linux
 from synthetic_tools import write_shape
 
@@ -43,16 +43,9 @@ HEAD = {
 
 
 @pytest.fixture
-def aegis(
-    command_env: dict[str, str],
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> Aegis:
+def aegis(in_process: Aegis) -> Aegis:
     """In this process; what it measures is measured in others."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("AEGIS_CACHE", command_env["AEGIS_CACHE"])
-    return command_here(capfd, monkeypatch)
+    return in_process
 
 
 @pytest.fixture

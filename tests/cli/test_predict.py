@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_here import Done, command_here
+from command_here import Done
 from small_model import linux
 from synthetic_tools import SMALL, write_shape
 
@@ -38,16 +38,10 @@ PROBE = Probe(KERNELS, Disk(1e9, 5e-5), Sizes(3, 6, 512), own_files=False)
 
 
 @pytest.fixture
-def aegis(
-    command_env: dict[str, str],
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> Aegis:
+def aegis(in_process: Aegis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Aegis:
     """In this process, with a cache of its own."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("AEGIS_CACHE", str(tmp_path / "cache"))
-    return command_here(capfd, monkeypatch)
+    return in_process
 
 
 @pytest.fixture

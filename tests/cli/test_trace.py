@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command_here import Done, command_here
+from command_here import Done
 from synthetic_tools import write_shape
 
 from aegis.synthetic.shipped import shipped_trace
@@ -18,16 +18,9 @@ OPTIONS = ("--cap", "1GiB", "-c", "64")
 
 
 @pytest.fixture
-def aegis(
-    command_env: dict[str, str],
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> Aegis:
+def aegis(in_process: Aegis) -> Aegis:
     """In this process: what is new here is no matter of processes."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("AEGIS_CACHE", command_env["AEGIS_CACHE"])
-    return command_here(capfd, monkeypatch)
+    return in_process
 
 
 @pytest.fixture(scope="module")
