@@ -8,13 +8,13 @@ import click
 
 from aegis.cli.options import (
     Whole,
-    choose_caps,
     engine_options,
     json_option,
     model_option,
+    noted_caps,
     quiet_option,
 )
-from aegis.cli.report import note, note_fallback
+from aegis.cli.report import note_fallback
 from aegis.cli.several import several_caps_option, take_several
 from aegis.cli.source import only_model
 from aegis.errors import UsageError
@@ -95,9 +95,7 @@ def command(positional: str | None, **options: Any) -> int:
     if not options["n_prompt"] and not options["n_gen"]:
         raise UsageError("-p 0 and -n 0 leave nothing to measure; give tokens for one of them")
     note_fallback(options)
-    choice = choose_caps(options)
-    if choice.note and not options["quiet"]:
-        note(choice.note)
+    choice = noted_caps(options)
     from aegis.cli.benching import bench
 
     return bench(model, choice.caps, options)

@@ -16,10 +16,10 @@ from aegis.cli.options import (
     Options,
     Whole,
     cap_option,
-    choose_caps,
     engine_options,
     engine_settings,
     json_option,
+    noted_caps,
     quiet_option,
     verbose_option,
 )
@@ -161,9 +161,7 @@ def command(a: str | None, b: str | None, **options: Any) -> int:
     from aegis.engine.evaluate import refuse_stride
 
     note_fallback(options)
-    choice = choose_caps(options)
-    if choice.note and not options["quiet"]:
-        note(choice.note)
+    choice = noted_caps(options)
     own = {name: options.pop(f"{name}_b") for name in ("experts", "activations")}
     asked = {name: value for name, value in own.items() if value is not None}
     models = [resolve_model(a)]

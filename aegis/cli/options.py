@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from aegis.cli.report import note
 from aegis.errors import UsageError
 from aegis.planner import parse_caps, parse_size
 from aegis.settings import (
@@ -305,8 +306,16 @@ def choose_caps(options: Options) -> CapChoice:
 
     machine = read_machine()
     cap = default_cap(machine)
-    note = f"cap {format_size(cap)}, since no --cap was given ({machine.describe()})"
-    return CapChoice((cap,), note)
+    said = f"cap {format_size(cap)}, since no --cap was given ({machine.describe()})"
+    return CapChoice((cap,), said)
+
+
+def noted_caps(options: Options) -> CapChoice:
+    """The same, the line noted at once."""
+    choice = choose_caps(options)
+    if choice.note and not options["quiet"]:
+        note(choice.note)
+    return choice
 
 
 def bits_settings(options: Options) -> Options:

@@ -10,11 +10,11 @@ from aegis.cli.options import (
     DEFAULT_CAP_HELP,
     Options,
     cap_option,
-    choose_caps,
     engine_options,
     engine_settings,
     json_option,
     model_option,
+    noted_caps,
     quiet_option,
 )
 from aegis.cli.report import note, note_fallback, print_json
@@ -44,9 +44,7 @@ def command(positional: str | None, **options: Any) -> int:
     """
     model = only_model(positional, options)
     note_fallback(options)
-    choice = choose_caps(options)
-    if choice.note and not options["quiet"]:
-        note(choice.note)
+    choice = noted_caps(options)
     source = find_model(model, options)
     plan = plan_for(source, choice.single, options)
     _show(plan, source, options)

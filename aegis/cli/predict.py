@@ -8,13 +8,13 @@ import click
 
 from aegis.cli.options import (
     Whole,
-    choose_caps,
     engine_options,
     json_option,
     model_option,
+    noted_caps,
     quiet_option,
 )
-from aegis.cli.report import note, note_fallback
+from aegis.cli.report import note_fallback
 from aegis.cli.several import several_caps_option, take_several
 from aegis.cli.source import only_model
 
@@ -61,9 +61,7 @@ def command(positional: str | None, **options: Any) -> int:
     """
     model = only_model(positional, options)
     note_fallback(options)
-    choice = choose_caps(options)
-    if choice.note and not options["quiet"]:
-        note(choice.note)
+    choice = noted_caps(options)
     from aegis.cli.predicting import predict_all
 
     return predict_all(model, choice.caps, options)
