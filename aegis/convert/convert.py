@@ -55,8 +55,8 @@ from aegis.convert.identity import identity_of, model_name
 from aegis.convert.journal import Journal, keep_finished, unfinished_of
 from aegis.convert.layout import layout_of, resolve_checkpoint
 from aegis.convert.names import ExpertSource, Resolved
-from aegis.convert.records import AT_A_TIME, is_large, write_records
-from aegis.convert.source_data import Streams, packed
+from aegis.convert.records import at_a_time, is_large, write_records
+from aegis.convert.source_data import Streams, ahead_nbytes, packed
 from aegis.convert.targets import in_3bit
 from aegis.convert.three_bit import write_3bit
 from aegis.convert.verify import verify
@@ -371,10 +371,12 @@ class _Job:
         behind: Behind,
     ) -> tuple[int, ...]:
         """The file of a layer's records; their checksums."""
-        # Together they take what two would.
         opened = partial(Streams, max(ALIGN, self._piece_nbytes // 2))
         pieces, count = partial(self._pieces, geometry, sources), self.plan.num_experts
         turned = any(weight.transposed for source in sources.values() for weight in source.weights)
+        reading = sum(ahead_nbytes(source.of(0)[0], source.rows) for source in sources.values())
+        # A whole matrix is in memory to turn it.
+        together = 1 if turned else at_a_time(geometry.stride + reading)
         return write_records(
             path,
             geometry.stride,
@@ -383,8 +385,8 @@ class _Job:
             pieces,
             self._report,
             behind,
+            together,
             self._piece_nbytes,
-            at_a_time=1 if turned else AT_A_TIME,  # A whole matrix is in memory to turn it.
         )
 
     def _pieces(

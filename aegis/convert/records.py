@@ -26,15 +26,24 @@ Made = TypeVar("Made")
 Pieces = Callable[[Reader, int], Iterator[tuple[int, U8]]]
 """What a record consists of, read through a reader: pieces, and where in the record each lies."""
 
-AT_A_TIME = 4
-"""Two would leave the disk alone while both are packed; a disk that is read and written at once
-wants more under way than three."""
+_MOST_AT_A_TIME = 8
+"""A disk that is read and written at once gives the more, the more is under way; what it still
+gains beyond eight is not worth the memory."""
+_TOGETHER_NBYTES = 192 << 20
 _LARGE_NBYTES = 24 << 20
 
 
 def is_large(stride: int) -> bool:
     """Whether such a record is made alone, and never lies in memory whole."""
     return stride > _LARGE_NBYTES
+
+
+def at_a_time(nbytes: int) -> int:
+    """How many records are made at once where each takes so much memory, its reader's included.
+
+    One alone would leave the disk idle while it is packed.
+    """
+    return max(2, min(_MOST_AT_A_TIME, _TOGETHER_NBYTES // nbytes))
 
 
 def write_records(
@@ -45,12 +54,12 @@ def write_records(
     pieces: Pieces[Reader],
     report: Callable[[int], None],
     behind: Behind,
+    together: int,
     piece_nbytes: int = PIECE_NBYTES,
-    at_a_time: int = AT_A_TIME,
 ) -> tuple[int, ...]:
     """Write the file of ``count`` records of ``stride`` bytes; their CRC-32s.
 
-    Each reader is used by one thread at a time, of which there are ``at_a_time``. What no piece
+    Each reader is used by one thread at a time, of which there are ``together``. What no piece
     covers is zero. The pieces of a large record have to come in order. ``report`` is told what was
     written. ``behind`` brings the file to the disk and closes it.
 
@@ -80,8 +89,8 @@ def write_records(
                 made.append(crc32(data))
             return made
 
-        places = [(stack.enter_context(opened()), aligned_buffer(stride)) for _ in range(at_a_time)]
         runs = [range(first, min(first + RUN, count)) for first in range(0, count, RUN)]
+        places = [(stack.enter_context(opened()), aligned_buffer(stride)) for _ in range(together)]
         for made in stack.enter_context(closing(_in_order(make, places, runs))):
             checksums += made
             report(stride * len(made))

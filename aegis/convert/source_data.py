@@ -105,6 +105,12 @@ class Streams:
         return data
 
 
+def ahead_nbytes(weight: SourceWeight, rows: int) -> int:
+    """What the streams of a weight have in memory where experts of so many rows are read."""
+    sizes = (rows * weight.row_nbytes(part) for part in range(len(weight.tensors)))
+    return sum(min(RUN * size, _MOST_AHEAD_NBYTES) for size in sizes)
+
+
 def packed(
     streams: Streams,
     role: str,

@@ -33,7 +33,7 @@ from aegis.convert.build import (
     telling_what_is_kept,
 )
 from aegis.convert.journal import Journal, begin_again, keep_finished, unfinished_of
-from aegis.convert.records import write_records
+from aegis.convert.records import at_a_time, write_records
 from aegis.errors import StoreError
 from aegis.kernels.base import Weight
 from aegis.kernels.formats import pack, requantize_3bit, unpack
@@ -167,7 +167,8 @@ def _convert_layer(
                 yield offset, piece
                 offset += piece.size
 
-    return write_records(target, new.stride, layout.num_experts, opened, pieces, report, behind)
+    count, together = layout.num_experts, at_a_time(2 * old.stride + new.stride)
+    return write_records(target, new.stride, count, opened, pieces, report, behind, together)
 
 
 def _derived(weight: Weight) -> Iterator[U8]:
