@@ -9,9 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from threading import Event
 from types import TracebackType
 
 Step = Callable[[], object]
+
+
+class Ended(Exception):
+    """A file was given up because making another one failed, or was interrupted."""
 
 
 class Behind:
@@ -22,7 +27,9 @@ class Behind:
     has that step taken again once the room is free.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ended: Event | None = None) -> None:
+        """ended: set where nothing more is to be made."""
+        self._ended = ended or Event()
         self._thread = ThreadPoolExecutor(1)
         self._steps: list[Step] = []
         self._under_way: Future[None] | None = None
@@ -47,6 +54,19 @@ class Behind:
             for step in self._steps + lacking:
                 with suppress(OSError):
                     step()
+
+    def go_on(self) -> None:
+        """Asked now and then while a file is made.
+
+        Raises:
+            Ended: it shall not.
+        """
+        if self._ended.is_set():
+            raise Ended
+
+    def end(self) -> None:
+        """Nothing more is to be made."""
+        self._ended.set()
 
     def first(self, step: Step) -> None:
         """A step to be taken before the one that is submitted next."""

@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from threading import Lock
 
 from aegis.checkpoint.fileio import sync_folder, write_file
 from aegis.checkpoint.plainfile import (
@@ -35,6 +36,7 @@ class Journal:
         self, folder: Path, key: str, files: dict[str, tuple[int, ...]] | None = None
     ) -> None:
         self.folder, self.key, self._files = folder, key, files or {}
+        self._lock = Lock()
 
     @property
     def nbytes(self) -> int:
@@ -72,8 +74,9 @@ class Journal:
     def _note(self, path: Path, checksums: tuple[int, ...]) -> None:
         """A file is finished and on the disk."""
         sync_folder(path.parent)
-        self._files[self._name(path)] = checksums
-        write_file(self.folder / JOURNAL, sealed({"key": self.key, "files": self._files}))
+        with self._lock:
+            self._files[self._name(path)] = checksums
+            write_file(self.folder / JOURNAL, sealed({"key": self.key, "files": self._files}))
 
     def _name(self, path: Path) -> str:
         return path.relative_to(self.folder).as_posix()

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, closing
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,6 @@ from aegis.checkpoint.checksum import crc32
 from aegis.checkpoint.fileio import PIECE_NBYTES, PlacedWriter, UncachedWriter, aligned_buffer
 from aegis.checkpoint.overlapped import OverlappedWriter
 from aegis.convert.behind import Behind
-from aegis.convert.source_data import RUN
 
 U8 = NDArray[np.uint8]
 Reader = TypeVar("Reader")
@@ -26,10 +25,13 @@ Made = TypeVar("Made")
 Pieces = Callable[[Reader, int], Iterator[tuple[int, U8]]]
 """What a record consists of, read through a reader: pieces, and where in the record each lies."""
 
-_MOST_AT_A_TIME = 8
-"""A disk that is read and written at once gives the more, the more is under way; what it still
-gains beyond eight is not worth the memory."""
-_TOGETHER_NBYTES = 192 << 20
+_MOST_THREADS = 4
+"""For each of two files: a disk that is read and written at once gives the more, the more is under
+way; what it still gains beyond eight is not worth the memory."""
+_TOGETHER_NBYTES = 96 << 20
+RUN = 32
+"""Neighbouring experts that one thread makes one after the other, at most: what is little of each,
+its scales, is then read for several at once."""
 _LARGE_NBYTES = 24 << 20
 
 
@@ -38,12 +40,20 @@ def is_large(stride: int) -> bool:
     return stride > _LARGE_NBYTES
 
 
-def at_a_time(nbytes: int) -> int:
-    """How many records are made at once where each takes so much memory, its reader's included.
+class Threads(NamedTuple):
+    """How the records of a file are shared out."""
 
-    One alone would leave the disk idle while it is packed.
-    """
-    return max(2, min(_MOST_AT_A_TIME, _TOGETHER_NBYTES // nbytes))
+    number: int
+    """Threads, each of which makes a record at a time."""
+    run: int
+    """Neighbouring records that a thread makes one after the other."""
+
+
+def threads_for(count: int, nbytes: int) -> Threads:
+    """For so many records, each of which takes so much memory while it is made, its reader's
+    included."""
+    number = max(1, min(_MOST_THREADS, _TOGETHER_NBYTES // nbytes))
+    return Threads(number, max(1, min(RUN, count // number)))
 
 
 def write_records(
@@ -54,14 +64,14 @@ def write_records(
     pieces: Pieces[Reader],
     report: Callable[[int], None],
     behind: Behind,
-    together: int,
+    threads: Threads,
     piece_nbytes: int = PIECE_NBYTES,
 ) -> tuple[int, ...]:
     """Write the file of ``count`` records of ``stride`` bytes; their CRC-32s.
 
-    Each reader is used by one thread at a time, of which there are ``together``. What no piece
-    covers is zero. The pieces of a large record have to come in order. ``report`` is told what was
-    written. ``behind`` brings the file to the disk and closes it.
+    Each reader is used by one of the ``threads``. What no piece covers is zero. The pieces of a
+    large record have to come in order. ``report`` is told what was written. ``behind`` brings the
+    file to the disk and closes it.
 
     Raises:
         OSError: it cannot be written.
@@ -72,6 +82,7 @@ def write_records(
             stream = file.enter_context(OverlappedWriter(path, piece_nbytes))
             with opened() as reader:
                 for record in range(count):
+                    behind.go_on()
                     checksums.append(_write_pieces(stream, stride, pieces(reader, record)))
                     report(stride)
             behind.first(file.pop_all().close)
@@ -83,17 +94,24 @@ def write_records(
             reader, data = place
             made = []
             for record in run:
+                behind.go_on()
                 for offset, piece in pieces(reader, record):
                     data[offset : offset + piece.size] = piece
                 writer.write(record * stride, data)
                 made.append(crc32(data))
             return made
 
-        runs = [range(first, min(first + RUN, count)) for first in range(0, count, RUN)]
-        places = [(stack.enter_context(opened()), aligned_buffer(stride)) for _ in range(together)]
-        for made in stack.enter_context(closing(_in_order(make, places, runs))):
-            checksums += made
-            report(stride * len(made))
+        number, run = threads
+        runs = [range(first, min(first + run, count)) for first in range(0, count, run)]
+        places = [(stack.enter_context(opened()), aligned_buffer(stride)) for _ in range(number)]
+        all_made = stack.enter_context(closing(_in_order(make, places, runs)))
+        try:
+            for made in all_made:
+                checksums += made
+                report(stride * len(made))
+        except BaseException:
+            behind.end()
+            raise
         behind.first(file.pop_all().close)
     return tuple(checksums)
 

@@ -34,11 +34,9 @@ from aegis.kernels.sizes import LANES, FormatError, align_up, dtype_nbytes
 
 U8 = NDArray[np.uint8]
 
-RUN = 8
-"""Neighbouring experts that one thread converts one after the other, and so many times what is
-asked for is read at once: disks give much more for few large reads than for many small ones."""
 _AHEAD_NBYTES = 128 << 10
 _MOST_AHEAD_NBYTES = 4 << 20
+"""Disks give much more for few large reads than for many small ones."""
 _KEPT_NBYTES = 8 << 20
 """Scales and biases that may wait in memory behind their codes."""
 
@@ -48,10 +46,13 @@ _MOST_E8M0 = 252
 
 
 class Streams:
-    """Open files of a checkpoint: one reader per stream of consecutive ranges."""
+    """Open files of a checkpoint: one reader per stream of consecutive ranges.
 
-    def __init__(self, piece_nbytes: int) -> None:
-        self.piece_nbytes = piece_nbytes
+    ``run``: so many times what is asked for will be wanted, and is read at once if it is not much.
+    """
+
+    def __init__(self, piece_nbytes: int, run: int = 8) -> None:
+        self.piece_nbytes, self._run = piece_nbytes, run
         self._readers: dict[str, tuple[Path, UncachedReader]] = {}
         self._kept: dict[str, tuple[tuple[Path, int, int], U8]] = {}
         self._whole: tuple[tuple[Path, int, int], U8] | None = None
@@ -98,17 +99,18 @@ class Streams:
             self._readers[stream] = known = (path, reader)
         data = np.empty(nbytes, dtype=np.uint8)
         try:
-            ahead = min(RUN * nbytes, nbytes + left, _MOST_AHEAD_NBYTES)
+            ahead = min(self._run * nbytes, nbytes + left, _MOST_AHEAD_NBYTES)
             known[1].read_into(offset, data, max(ahead, _AHEAD_NBYTES))
         except (OSError, EOFError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         return data
 
 
-def ahead_nbytes(weight: SourceWeight, rows: int) -> int:
-    """What the streams of a weight have in memory where experts of so many rows are read."""
+def ahead_nbytes(weight: SourceWeight, rows: int, run: int) -> int:
+    """What the streams of a weight have in memory where runs of experts of so many rows are
+    read."""
     sizes = (rows * weight.row_nbytes(part) for part in range(len(weight.tensors)))
-    return sum(min(RUN * size, _MOST_AHEAD_NBYTES) for size in sizes)
+    return sum(min(run * size, _MOST_AHEAD_NBYTES) for size in sizes)
 
 
 def packed(

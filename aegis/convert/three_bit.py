@@ -33,7 +33,8 @@ from aegis.convert.build import (
     telling_what_is_kept,
 )
 from aegis.convert.journal import Journal, begin_again, keep_finished, unfinished_of
-from aegis.convert.records import at_a_time, write_records
+from aegis.convert.records import is_large, threads_for, write_records
+from aegis.convert.side_by_side import AT_ONCE, Reports, side_by_side
 from aegis.errors import StoreError
 from aegis.kernels.base import Weight
 from aegis.kernels.formats import pack, requantize_3bit, unpack
@@ -57,22 +58,24 @@ def add_3bit(path: str | Path, progress: Callable[[int, int], None] | None = Non
     ):
         store = Store.open(folder)
         if not store.has_3bit:
-            write_3bit(store, progress, alone=alone)
+            write_3bit(store, Reports(store.layout.experts_nbytes("3bit"), progress), alone=alone)
     return Store.open(folder)
 
 
 def write_3bit(
     store: Store,
-    progress: Callable[[int, int], None] | None = None,
+    report: Callable[[int], None] = lambda nbytes: None,
     write_layer: Callable[[Path, int, Behind], tuple[int, ...]] | None = None,
     alone: bool = True,
+    at_once: int = AT_ONCE,
 ) -> None:
     """Write the 3-bit files of a store that lacks them; the caller holds the store's lock, or is
-    not known to be ``alone``.
+    not known to be ``alone``. ``report`` is told of bytes that are there.
 
     store.json is replaced last, so an interrupted run leaves the store as it was, and what it has
     finished to the next one. ``write_layer`` writes a layer's file and returns its checksums,
-    where there is something better to derive it from than the 4-bit one.
+    where there is something better to derive it from than the 4-bit one; it is asked for
+    ``at_once`` layers at a time.
     """
     layout = store.layout
     if layout.experts_3bit is None:
@@ -90,26 +93,18 @@ def write_3bit(
         remove_leftovers(store.path, target, kept)
     total, layers = layout.experts_nbytes("3bit"), len(layout.moe_layers)
     check_space(store.path, total - (unfinished.nbytes if unfinished else 0))
-    checksums: list[tuple[int, ...]] = []
-    done = 0
-
-    def report(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        if progress:
-            progress(done, total)
-
     write = write_layer or partial(_convert_layer, store, report)
-    with (
-        partial_folder(target, True, kept, keep_finished, journal_stays=True) as folder,
-        Behind() as behind,
-    ):
+    with partial_folder(target, True, kept, keep_finished, journal_stays=True) as folder:
         journal = unfinished or Journal(folder, key)
-        for layer in layout.moe_layers:
+
+        def fill(layer: int, behind: Behind) -> tuple[int, ...]:
             path = folder / expert_file(store.path, layer, "3bit").name
             make = partial(write, path, layer, behind)
-            checksums.append(journal.fill(path, total // layers, layout.num_experts, make, behind))
-            report(total * len(checksums) // layers - done)
+            return journal.fill(path, total // layers, layout.num_experts, make, behind, report)
+
+        if write_layer is None and is_large(layout.geometry("4bit").stride):
+            at_once = 1  # These records are in memory whole.
+        checksums = side_by_side(at_once, [partial(fill, layer) for layer in layout.moe_layers])
     write_file(store.path / MANIFEST, encode(store.manifest.with_3bit(tuple(checksums))))
     (target / JOURNAL).unlink(missing_ok=True)
 
@@ -167,8 +162,9 @@ def _convert_layer(
                 yield offset, piece
                 offset += piece.size
 
-    count, together = layout.num_experts, at_a_time(2 * old.stride + new.stride)
-    return write_records(target, new.stride, count, opened, pieces, report, behind, together)
+    count = layout.num_experts
+    threads = threads_for(count, 2 * old.stride + new.stride)
+    return write_records(target, new.stride, count, opened, pieces, report, behind, threads)
 
 
 def _derived(weight: Weight) -> Iterator[U8]:

@@ -35,8 +35,8 @@ _MERGES = re.compile(
     rb'"merges"\s*+:\s*+(\[(?:[^"\[\]]++|%b|\[(?:[^"\[\]]++|%b)*+\])*+\])' % (_STRING, _STRING),
     re.DOTALL,
 )
-_PAIR = re.compile(rb"\[\s*+(%b)\s*+,\s*+(%b)\s*+\]" % (_STRING, _STRING), re.DOTALL)
-_LINE = re.compile(_STRING, re.DOTALL)
+_BETWEEN = re.compile(rb'(?<=[\]"])\s*+,\s*+(?=[\["])')
+"""What may be between two merges; also between the halves of one, or inside of a string."""
 _OPTIONS = (
     "dropout",
     "unk_token",
@@ -48,7 +48,8 @@ _OPTIONS = (
 )
 _ADDED = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 _CACHED_WORDS = 1024  # the library's default of 10000 is some MiB; a prompt is encoded once
-_LINES_AT_ONCE = 4096
+_MERGES_NBYTES = 128 << 10
+"""Of the merges so much is parsed at once."""
 _PROBE = "Two words, \n é 🎉 12"
 
 
@@ -138,24 +139,40 @@ def _parse(rest: bytes) -> dict[str, Any]:
 
 def _merge_lines(data: bytes, start: int, end: int) -> Iterator[bytes]:
     """Yield the merges as lines "left right", a few thousand at a time."""
-    batch: list[bytes] = []
-    paired = _PAIR.search(data, start, end) is not None
-    for found in (_PAIR if paired else _LINE).finditer(data, start, end):
-        parts = found.groups() if paired else (found.group(),)
-        line = b" ".join(map(_plain, parts))
-        if line.count(b" ") != 1 or b"\n" in line or b"\r" in line or line.startswith(b"#version"):
+    at, end = start + 1, end - 1
+    while at < end:
+        stop, merges = _some_merges(data, at, end)
+        try:
+            lines = [merge if isinstance(merge, str) else _joined(merge) for merge in merges]
+            text = "".join([line + "\n" for line in lines])
+            encoded = text.encode()
+        except (TypeError, ValueError) as error:
+            raise OtherPathError from error
+        # A blank and a line's end for each, and no others.
+        fits = text.count(" ") == text.count("\n") == len(lines) and "\r" not in text
+        if not fits or not all(" " in line for line in lines) or "\n#version" in f"\n{text}":
             raise OtherPathError
-        batch.append(line)
-        if len(batch) == _LINES_AT_ONCE:
-            yield b"\n".join(batch) + b"\n"
-            batch.clear()
-    yield b"\n".join(batch)
+        yield encoded
+        at = stop
 
 
-def _plain(quoted: bytes) -> bytes:
-    if b"\\" not in quoted:
-        return quoted[1:-1]
-    return str(json.loads(quoted)).encode()
+def _joined(merge: Any) -> str:
+    left, right = merge if isinstance(merge, list) else ()
+    return f"{left} {right}" if isinstance(left, str) and isinstance(right, str) else ""
+
+
+def _some_merges(data: bytes, at: int, end: int) -> tuple[int, list[Any]]:
+    """Merges from ``at`` on, and where the next ones begin."""
+    size = _MERGES_NBYTES
+    while True:
+        cut = _BETWEEN.search(data, at + size, end) if at + size < end else None
+        until, after = cut.span() if cut else (end, end)
+        try:
+            return after, json.loads(b"[%b]" % data[at:until])
+        except ValueError as error:
+            if cut is None:
+                raise OtherPathError from error
+        size = after - at  # It was cut inside of a merge.
 
 
 def assemble(head: dict[str, Any], folder: Path) -> tokenizers.Tokenizer:

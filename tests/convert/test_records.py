@@ -1,22 +1,96 @@
-"""How many expert records are made at once."""
+"""How the records of a file are shared out, and files made side by side."""
 
 from __future__ import annotations
 
+import threading
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aegis.convert.records import at_a_time
+from aegis.convert.behind import Behind, Ended
+from aegis.convert.records import RUN, threads_for
+from aegis.convert.side_by_side import AT_ONCE, Reports, side_by_side
 
 
-@given(st.integers(1, 200 << 20))
-def test_records_made_at_once_leave_room_below_300_mib(nbytes: int) -> None:
-    count = at_a_time(nbytes)
-    assert 2 <= count <= 8
-    assert count == 2 or count * nbytes <= 192 << 20
-    assert count == 8 or (count + 1) * nbytes > 192 << 20
+@given(st.integers(1, 512), st.integers(1, 200 << 20))
+def test_records_made_together_leave_room_below_300_mib(count: int, nbytes: int) -> None:
+    number, run = threads_for(count, nbytes)
+    assert 1 <= number <= 4
+    assert number == 1 or AT_ONCE * number * nbytes <= 192 << 20
+    assert number == 4 or AT_ONCE * (number + 1) * nbytes > 192 << 20
+    assert 1 <= run <= RUN
+    assert run == RUN or number * (run + 1) > count
 
 
-def test_experts_of_the_35b_shape_are_made_eight_at_a_time() -> None:
-    """A record of 1.7 MiB, three matrices of 512 KiB of codes read by 4 MiB, with their scales and
-    biases of 32 KiB read by 256."""
-    assert at_a_time(1_769_472 + 3 * ((4 << 20) + 2 * (256 << 10))) == 8
+def test_experts_of_the_35b_shape_are_made_by_all_threads() -> None:
+    """A record of 1.7 MiB; three matrices of 512 KiB of codes, of which 4 MiB are read at once, and
+    their scales and biases of 32 KiB, read for a run."""
+    assert threads_for(256, 1_769_472 + 3 * ((4 << 20) + 2 * (RUN * 32 << 10))) == (4, RUN)
+
+
+@given(st.integers(1, 4), st.integers(0, 9))
+def test_what_files_give_is_in_their_order(at_once: int, count: int) -> None:
+    def file(number: int, behind: Behind) -> int:
+        behind.submit(lambda: finished.append(number))
+        return number
+
+    finished = list[int]()
+    files = [lambda behind, n=n: file(n, behind) for n in range(count)]
+    assert side_by_side(at_once, files) == list(range(count))
+    assert sorted(finished) == list(range(count))
+
+
+def test_two_are_made_at_a_time() -> None:
+    barrier = threading.Barrier(2)
+    assert side_by_side(2, [lambda _: barrier.wait(60) < 2] * 4) == [True] * 4
+
+
+@pytest.mark.parametrize("error", [OSError(28, "full"), KeyboardInterrupt()])
+@pytest.mark.parametrize("first", [False, True])
+def test_one_that_fails_ends_the_others(error: BaseException, first: bool) -> None:
+    begun, waiting = list[str](), threading.Event()
+
+    def fails(_: Behind) -> None:
+        assert waiting.wait(60)
+        raise error
+
+    def goes_on(behind: Behind) -> None:
+        waiting.set()
+        try:
+            while True:
+                behind.go_on()
+        except Ended:
+            begun.append("ended")
+            raise
+
+    def never(_: Behind) -> None:
+        begun.append("never")
+
+    pair = [fails, goes_on] if first else [goes_on, fails]
+    with pytest.raises(type(error)):
+        side_by_side(2, [*pair, never, never])
+    assert begun == ["ended"]
+
+
+def test_what_could_not_be_finished_is_an_error() -> None:
+    def file(behind: Behind) -> None:
+        def full() -> None:
+            raise OSError(28, "full")
+
+        behind.submit(full)
+
+    with pytest.raises(OSError, match="full"):
+        side_by_side(2, [file])
+
+
+def test_reports_from_threads_add_up() -> None:
+    seen = list[tuple[int, int]]()
+    report = Reports(4000, lambda done, total: seen.append((done, total)))
+    report.begin_at(0)
+    threads = [threading.Thread(target=lambda: [report(1) for _ in range(1000)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [(n + 1, 4000) for n in range(4000)]

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from aegis.checkpoint.vocabulary import tokenizer_nbytes
@@ -47,6 +49,48 @@ def test_escapes_and_old_merges_load_alike(
     path.write_text(json.dumps(content, ensure_ascii=True))
     assert loader.load(path).to_str() == Tokenizer.from_file(str(path)).to_str()
     assert loader.load(path).encode("[]").tokens == ["[]"]
+
+
+_HALF = st.text(st.sampled_from('[],"\\a{}Ġ'), min_size=1, max_size=4)
+
+
+@given(st.lists(st.tuples(_HALF, _HALF)), st.booleans(), st.integers(0, 40), st.booleans())
+def test_merges_are_the_same_wherever_they_are_cut(
+    merges: list[tuple[str, str]], pairs: bool, size: int, ascii_only: bool
+) -> None:
+    """Some hold what stands between merges, too."""
+    lines = [f"{left} {right}" for left, right in merges]
+    data = json.dumps(merges if pairs else lines, ensure_ascii=ascii_only).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader, "_MERGES_NBYTES", size)
+        found = b"".join(loader._merge_lines(data, 0, len(data)))
+    assert found.decode() == "".join(line + "\n" for line in lines)
+
+
+@pytest.mark.parametrize(
+    "merges",
+    [
+        '["ab"]',
+        '[["a"]]',
+        '[["a", "b", "c"]]',
+        '[["a b", "c"]]',
+        '[["a", "b"], ["a\\n", "c"]]',
+        '["a b c", "ab"]',
+        '[["a", "b\\r"]]',
+        '[["#version:", "2"]]',
+        '[["a", 1]]',
+        "[1]",
+        "[null]",
+        '[{"a": 1, "b": 2}]',
+        '[["a", "\\ud800"]]',
+        '[["a", "b"],]',
+        '[["a" "b"]]',
+    ],
+)
+def test_merges_that_do_not_fit_the_scheme_are_left_to_the_library(merges: str) -> None:
+    data = merges.encode()
+    with pytest.raises(loader.OtherPathError):
+        list(loader._merge_lines(data, 0, len(data)))
 
 
 @pytest.mark.parametrize("kind", ["unigram", "word_pieces", "llama_metaspace"])
