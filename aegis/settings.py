@@ -55,7 +55,7 @@ class RuntimeFigures:
     """While loading, before anything else of the plan exists."""
 
 
-_RUNTIME_MIB = {"native": 46, "reference": 50, "mlx-cpu": 72, "mlx-metal": 120, "mlx-cuda": 960}
+_RUNTIME_MIB = {"native": 46, "reference": 50, "mlx-cpu": 72, "mlx-metal": 120, "mlx-cuda": 1344}
 """Interpreter and libraries, measured with tools/calibrate_runtime.py and rounded up."""
 
 DEVICE_RUNTIME_NBYTES = 840 * MIB

@@ -117,6 +117,21 @@ class UncachedReader:
             out[done : done + count] = self._window[begin : begin + count]
             done += count
 
+    def view(self, offset: int, nbytes: int, ahead_nbytes: int) -> U8 | None:
+        """The same bytes where they lie in the window, which they do until the next call; None if
+        it cannot hold them.
+
+        Raises:
+            EOFError: the file ends before.
+            OSError: reading failed.
+        """
+        if nbytes + ALIGN > self._window.size:
+            return None
+        if not self._start <= offset <= offset + nbytes <= self._end:
+            self._load(offset, max(nbytes, ahead_nbytes))
+        begin, end = offset - self._start, offset + nbytes - self._start
+        return self._window[begin:end] if offset + nbytes <= self._end else None
+
     def _load(self, offset: int, wanted: int) -> None:
         """Move the window to ``offset``; it may hold more than is wanted for the next call."""
         start = offset // ALIGN * ALIGN
@@ -279,18 +294,20 @@ def sync_folder(path: Path) -> None:
         os.close(fd)
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Replace a small file atomically and durably."""
+def write_file(path: Path, data: bytes, durable: bool = True) -> None:
+    """Replace a small file atomically; ``durable``: it is there after a power failure, too."""
     temporary = path.with_name(f".{path.name}.new")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
     with os.fdopen(fd, "wb", buffering=0) as file:
         view = memoryview(data)
         while view:
             view = view[file.write(view) :]
-        os.fsync(fd)
+        if durable:
+            os.fsync(fd)
         drop_pages(fd)
     temporary.replace(path)
-    sync_folder(path.parent)
+    if durable:
+        sync_folder(path.parent)
 
 
 def write_pieces(path: Path, pieces: Iterable[bytes]) -> tuple[int, int]:

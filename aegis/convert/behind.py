@@ -30,6 +30,8 @@ class Behind:
     def __init__(self, ended: Event | None = None) -> None:
         """ended: set where nothing more is to be made."""
         self._ended = ended or Event()
+        self.failed = False
+        """Whether a file was made and could not be finished."""
         self._thread = ThreadPoolExecutor(1)
         self._steps: list[Step] = []
         self._under_way: Future[None] | None = None
@@ -64,10 +66,6 @@ class Behind:
         if self._ended.is_set():
             raise Ended
 
-    def end(self) -> None:
-        """Nothing more is to be made."""
-        self._ended.set()
-
     def first(self, step: Step) -> None:
         """A step to be taken before the one that is submitted next."""
         self._steps.append(step)
@@ -85,6 +83,7 @@ class Behind:
             under_way.result()
 
     def _take(self, steps: list[Step], last: Step) -> None:
+        self.failed = True
         for step in steps:
             step()
         try:
@@ -92,3 +91,4 @@ class Behind:
         except OSError:
             self._without_room = last
             raise
+        self.failed = False

@@ -274,6 +274,7 @@ class _Job:
                 *(partial(self._layer, folder, journal, at) for at in self.plan.moe_layers),
                 partial(self._vision, folder / VISION, journal),
             ],
+            self._report,
         )
         path = self._checkpoint.path
         source: dict[str, Any] = {"name": model_name(path), "identity": identity}

@@ -76,7 +76,10 @@ class Journal:
         sync_folder(path.parent)
         with self._lock:
             self._files[self._name(path)] = checksums
-            write_file(self.folder / JOURNAL, sealed({"key": self.key, "files": self._files}))
+            data = sealed({"key": self.key, "files": self._files})
+            # What it names is on the disk. That it is there itself is not worth what making a disk
+            # write at once costs, after each file: without it all is made anew.
+            write_file(self.folder / JOURNAL, data, durable=False)
 
     def _name(self, path: Path) -> str:
         return path.relative_to(self.folder).as_posix()

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, closing
 from itertools import islice
 from pathlib import Path
+from threading import Event
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from aegis.checkpoint.checksum import crc32
 from aegis.checkpoint.fileio import PIECE_NBYTES, PlacedWriter, UncachedWriter, aligned_buffer
 from aegis.checkpoint.overlapped import OverlappedWriter
-from aegis.convert.behind import Behind
+from aegis.convert.behind import Behind, Ended
 
 U8 = NDArray[np.uint8]
 Reader = TypeVar("Reader")
@@ -89,12 +90,15 @@ def write_records(
         return tuple(checksums)
     with ExitStack() as file, ExitStack() as stack:
         writer = file.enter_context(PlacedWriter(path, stride * count))
+        given_up = Event()
 
         def make(place: tuple[Reader, U8], run: range) -> list[int]:
             reader, data = place
             made = []
             for record in run:
                 behind.go_on()
+                if given_up.is_set():
+                    raise Ended
                 for offset, piece in pieces(reader, record):
                     data[offset : offset + piece.size] = piece
                 writer.write(record * stride, data)
@@ -110,7 +114,7 @@ def write_records(
                 checksums += made
                 report(stride * len(made))
         except BaseException:
-            behind.end()
+            given_up.set()
             raise
         behind.first(file.pop_all().close)
     return tuple(checksums)

@@ -6,7 +6,7 @@ matrix where these lie transposed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -30,9 +30,11 @@ from aegis.kernels.formats import (
     repack_codes,
     to_f32,
 )
-from aegis.kernels.sizes import LANES, FormatError, align_up, dtype_nbytes
+from aegis.kernels.sizes import LANES, RESIDENT_ALIGN, FormatError, align_up, dtype_nbytes
+from aegis.kernels.sizes import nbytes as tensor_nbytes
 
 U8 = NDArray[np.uint8]
+Take = Callable[[str, Path, int, int, int], U8]
 
 _AHEAD_NBYTES = 128 << 10
 _MOST_AHEAD_NBYTES = 4 << 20
@@ -56,6 +58,7 @@ class Streams:
         self._readers: dict[str, tuple[Path, UncachedReader]] = {}
         self._kept: dict[str, tuple[tuple[Path, int, int], U8]] = {}
         self._whole: tuple[tuple[Path, int, int], U8] | None = None
+        self._scratch: dict[str, U8] = {}
 
     def __enter__(self) -> Streams:
         return self
@@ -90,20 +93,45 @@ class Streams:
     def read(self, stream: str, path: Path, offset: int, nbytes: int, left: int = 0) -> U8:
         """Bytes of a file, behind which ``left`` more may be wanted. Each stream keeps its place,
         so that small ranges share reads."""
+        data = np.empty(nbytes, dtype=np.uint8)
+        try:
+            self._reader(stream, path, left).read_into(offset, data, self._ahead(nbytes, left))
+        except (OSError, EOFError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        return data
+
+    def borrow(self, stream: str, path: Path, offset: int, nbytes: int, left: int = 0) -> U8:
+        """The same, but the stream's next bytes may come to lie where these are: new memory takes
+        longer than what is done with it."""
+        try:
+            reader = self._reader(stream, path, left)
+            data = reader.view(offset, nbytes, self._ahead(nbytes, left))
+        except (OSError, EOFError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        return self.read(stream, path, offset, nbytes, left) if data is None else data
+
+    def scratch(self, stream: str, nbytes: int) -> U8:
+        """Memory for what is made of a stream's bytes, until more is made of it."""
+        found = self._scratch.get(stream)
+        if found is None or found.size < nbytes:
+            self._scratch[stream] = found = np.empty(nbytes, dtype=np.uint8)
+        return found[:nbytes]
+
+    def _reader(self, stream: str, path: Path, left: int) -> UncachedReader:
         known = self._readers.get(stream)
         if known is None or known[0] != path:
             if known is not None:
                 known[1].close()
             window = max(self.piece_nbytes, _MOST_AHEAD_NBYTES if left else 0)
-            reader = UncachedReader(path, window)
+            try:
+                reader = UncachedReader(path, window)
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be read: {error}") from error
             self._readers[stream] = known = (path, reader)
-        data = np.empty(nbytes, dtype=np.uint8)
-        try:
-            ahead = min(self._run * nbytes, nbytes + left, _MOST_AHEAD_NBYTES)
-            known[1].read_into(offset, data, max(ahead, _AHEAD_NBYTES))
-        except (OSError, EOFError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
-        return data
+        return known[1]
+
+    def _ahead(self, nbytes: int, left: int) -> int:
+        return max(min(self._run * nbytes, nbytes + left, _MOST_AHEAD_NBYTES), _AHEAD_NBYTES)
 
 
 def ahead_nbytes(weight: SourceWeight, rows: int, run: int) -> int:
@@ -122,7 +150,8 @@ def packed(
     layout: Layout,
     align: int,
 ) -> Iterator[U8]:
-    """The stored bytes of some rows of a weight as one tensor, in pieces, in order.
+    """The stored bytes of some rows of a weight as one tensor, in pieces, in order: each is there
+    until the next one is asked for.
 
     ``role`` names the streams to read through. ``fmt`` is the stored format.
     """
@@ -159,7 +188,9 @@ def _packed_il16(
     streams: Streams, role: str, weight: SourceWeight, rows: range, fmt: Format
 ) -> Iterator[U8]:
     for part in _pieces(streams, rows, weight.row_nbytes(0), LANES):
-        yield pack(_read_weight(streams, role, weight, part, fmt), fmt, "il16")
+        size = tensor_nbytes((len(part), weight.shape[1]), fmt, "il16", RESIDENT_ALIGN)
+        out = streams.scratch(role, size)
+        yield pack(_read_weight(streams, role, weight, part, fmt), fmt, "il16", out=out)
 
 
 def _packed_row(
@@ -250,16 +281,24 @@ def _read_part(
 
 
 def _read_numbers(
-    streams: Streams, role: str, weight: SourceWeight, index: int, rows: range
+    streams: Streams,
+    role: str,
+    weight: SourceWeight,
+    index: int,
+    rows: range,
+    borrow: bool = True,
 ) -> Raw:
-    """Rows of one of a weight's tensors as they lie in the file, or as they follow from it."""
+    """Rows of one of a weight's tensors as they lie in the file, or as they follow from it.
+    ``borrow``: others of the stream may come to lie where these are."""
     if weight.heads is not None:
 
         def read(whole: SourceWeight, index: int, rows: range) -> Raw:
-            return _read_numbers(streams, f"{role}.{index}", whole, index, rows)
+            return _read_numbers(streams, f"{role}.{index}", whole, index, rows, borrow=False)
 
         return head_parts(read, *weight.heads, rows)
-    pieces = [_read_rows(streams, role, weight, index, place) for place in weight.places(rows)]
+    places = weight.places(rows)
+    borrow = borrow and len(places) == 1
+    pieces = [_read_rows(streams, role, weight, index, place, borrow) for place in places]
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
@@ -274,14 +313,18 @@ def _read_columns(streams: Streams, weight: SourceWeight, rows: range) -> Raw:
     return numbers[:, first + turn : first + len(rows) * turns : turns].T.copy()
 
 
-def _read_rows(streams: Streams, role: str, weight: SourceWeight, index: int, rows: range) -> Raw:
+def _read_rows(
+    streams: Streams, role: str, weight: SourceWeight, index: int, rows: range, borrow: bool
+) -> Raw:
     """Neighbouring rows of one of a weight's tensors as [rows, items]; those in FP8 as numbers."""
     if weight.transposed:
         return _read_columns(streams, weight, rows)
     tensor, row_nbytes = weight.tensors[index], weight.row_nbytes(index)
     turn, turns = weight.turn
     once = turns == 1
-    take = streams.read if once else streams.read_twice
+    take: Take = streams.borrow if borrow else streams.read
+    if not once:
+        take = streams.read_twice
     start, size = tensor.offset + rows.start * row_nbytes, len(rows) * row_nbytes
     stream = f"{role}.{index}" if once else tensor.name
     left = tensor.offset + tensor.nbytes - start - size
@@ -290,6 +333,8 @@ def _read_rows(streams: Streams, role: str, weight: SourceWeight, index: int, ro
         return dequantized(data, _block_scales(streams, role, weight.scales, rows))
     words = weight.format.kind != "dense" and index == 0
     raw: Raw = data.view(np.uint32 if words else raw_dtype(weight.format))
+    if not raw.flags.aligned:
+        raw = raw.copy()
     return raw.reshape(len(rows), turns, -1)[:, turn]
 
 
@@ -308,12 +353,13 @@ def _block_scales(
 
 
 def _refuse_not_finite(raw: Raw, fmt: Format, tensor: TensorInfo, how: str = "") -> None:
+    # A ufunc's own call: for so little at a time methods take longer than what they do.
     if fmt.dtype == "e8m0":
-        wrong = raw > _MOST_E8M0
+        wrong = np.maximum.reduce(raw, axis=None, initial=0) > _MOST_E8M0
     else:
         mask = raw.dtype.type(_EXPONENT[fmt.dtype])
-        wrong = (raw & mask) == mask
-    if wrong.any():
+        wrong = np.maximum.reduce(raw & mask, axis=None, initial=0) == mask
+    if wrong:
         raise CheckpointError(
             f"{tensor.name} in {tensor.path} holds values that are not finite{how} (NaN or"
             " infinity); the checkpoint is damaged"

@@ -64,7 +64,7 @@ def add_3bit(path: str | Path, progress: Callable[[int, int], None] | None = Non
 
 def write_3bit(
     store: Store,
-    report: Callable[[int], None] = lambda nbytes: None,
+    report: Reports | None = None,
     write_layer: Callable[[Path, int, Behind], tuple[int, ...]] | None = None,
     alone: bool = True,
     at_once: int = AT_ONCE,
@@ -93,6 +93,7 @@ def write_3bit(
         remove_leftovers(store.path, target, kept)
     total, layers = layout.experts_nbytes("3bit"), len(layout.moe_layers)
     check_space(store.path, total - (unfinished.nbytes if unfinished else 0))
+    report = report or Reports(total)
     write = write_layer or partial(_convert_layer, store, report)
     with partial_folder(target, True, kept, keep_finished, journal_stays=True) as folder:
         journal = unfinished or Journal(folder, key)
@@ -104,7 +105,9 @@ def write_3bit(
 
         if write_layer is None and is_large(layout.geometry("4bit").stride):
             at_once = 1  # These records are in memory whole.
-        checksums = side_by_side(at_once, [partial(fill, layer) for layer in layout.moe_layers])
+        checksums = side_by_side(
+            at_once, [partial(fill, layer) for layer in layout.moe_layers], report
+        )
     write_file(store.path / MANIFEST, encode(store.manifest.with_3bit(tuple(checksums))))
     (target / JOURNAL).unlink(missing_ok=True)
 

@@ -157,7 +157,10 @@ def _merge_lines(data: bytes, start: int, end: int) -> Iterator[bytes]:
 
 
 def _joined(merge: Any) -> str:
-    left, right = merge if isinstance(merge, list) else ()
+    """A pair as a line, or one that does not fit."""
+    if not isinstance(merge, list) or len(merge) != 2:
+        return ""
+    left, right = merge
     return f"{left} {right}" if isinstance(left, str) and isinstance(right, str) else ""
 
 

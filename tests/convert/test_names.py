@@ -308,6 +308,7 @@ def test_rows_in_turn_are_read_once_for_both_matrices(
         return read(streams, stream, path, offset, nbytes, left)
 
     monkeypatch.setattr(Streams, "read", noted)
+    monkeypatch.setattr(Streams, "borrow", noted)
     convert(published, tmp_path / "s", layout=layout, piece_nbytes=1 << 12)
     assert len(ranges) == len(set(ranges))
     tensors = Checkpoint.open(published).tensors.values()

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import re
 import sys
+import tempfile
 import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from stores import check_same_store, memory_of_conversion, raw_tensors, resident_values, rewrite
 from strategies import write_checkpoint
 
@@ -399,9 +402,10 @@ def test_memory_does_not_grow_with_an_expert(tmp_path: Path, layout: str) -> Non
     assert peak < 300 << 20
 
 
+@pytest.mark.parametrize("borrow", [False, True])
 @pytest.mark.parametrize("size", [5_000, 100_000, 1_000_000])
 def test_neighbouring_experts_share_reads_that_end_with_their_tensor(
-    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    size: int, borrow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     count, path, asked = 16, tmp_path / "f", list[tuple[int, int]]()
     data = np.random.default_rng(0).integers(0, 256, count * size + 1_000_000, np.uint8)
@@ -414,11 +418,29 @@ def test_neighbouring_experts_share_reads_that_end_with_their_tensor(
 
     monkeypatch.setattr(os, "preadv", noted)
     with Streams(1 << 16) as streams:
+        take = streams.borrow if borrow else streams.read
         for start in range(0, count * size, size):
-            got = streams.read("s", path, start, size, count * size - start - size)
+            got = take("s", path, start, size, count * size - start - size)
             assert (got == data[start : start + size]).all()
     assert len(asked) <= max(2, count * size // (3 << 20))
     assert max(offset + nbytes for offset, nbytes in asked) < count * size + (128 << 10) + ALIGN
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 60_000), st.integers(1, 20_000))))
+def test_what_is_borrowed_is_what_is_read(reads: list[tuple[int, int, int]]) -> None:
+    """And what was read stays what it is."""
+    data = np.random.default_rng(0).integers(0, 256, 80_000, np.uint8)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "f")
+        path.write_bytes(data.tobytes())
+        kept = []
+        with Streams(4 * ALIGN) as streams:
+            for stream, start, size in reads:
+                wanted = data[start : start + size]
+                left = data.size - start - size
+                assert (streams.borrow(str(stream), path, start, size, left) == wanted).all()
+                kept.append((streams.read(str(stream), path, start, size, left), wanted))
+        assert all((found == wanted).all() for found, wanted in kept)
 
 
 def test_a_matrix_that_is_turned_is_read_once_and_alone_in_memory(tmp_path: Path) -> None:

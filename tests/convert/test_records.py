@@ -37,16 +37,16 @@ def test_what_files_give_is_in_their_order(at_once: int, count: int) -> None:
 
     finished = list[int]()
     files = [lambda behind, n=n: file(n, behind) for n in range(count)]
-    assert side_by_side(at_once, files) == list(range(count))
+    assert side_by_side(at_once, files, Reports(0)) == list(range(count))
     assert sorted(finished) == list(range(count))
 
 
 def test_two_are_made_at_a_time() -> None:
     barrier = threading.Barrier(2)
-    assert side_by_side(2, [lambda _: barrier.wait(60) < 2] * 4) == [True] * 4
+    assert side_by_side(2, [lambda _: barrier.wait(60) < 2] * 4, Reports(0)) == [True] * 4
 
 
-@pytest.mark.parametrize("error", [OSError(28, "full"), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [OSError(5, "broken"), KeyboardInterrupt()])
 @pytest.mark.parametrize("first", [False, True])
 def test_one_that_fails_ends_the_others(error: BaseException, first: bool) -> None:
     begun, waiting = list[str](), threading.Event()
@@ -69,8 +69,27 @@ def test_one_that_fails_ends_the_others(error: BaseException, first: bool) -> No
 
     pair = [fails, goes_on] if first else [goes_on, fails]
     with pytest.raises(type(error)):
-        side_by_side(2, [*pair, never, never])
+        side_by_side(2, [*pair, never, never], Reports(0))
     assert begun == ["ended"]
+
+
+def test_where_the_disk_is_full_files_are_made_one_after_the_other() -> None:
+    """None that was begun is given up for another's want of room."""
+    together, begun = threading.Barrier(2), list[int]()
+
+    def file(number: int, behind: Behind) -> int:
+        begun.append(number)
+        if len(begun) <= 2:
+            together.wait(60)
+            if number == 0:
+                raise OSError(28, "full")
+        behind.go_on()
+        return number
+
+    files = [lambda behind, n=n: file(n, behind) for n in range(5)]
+    assert side_by_side(2, files, Reports(0)) == [0, 1, 2, 3, 4]
+    assert sorted(begun[:2]) == [0, 1]
+    assert sorted(begun[2:]) == [0, 2, 3, 4]
 
 
 def test_what_could_not_be_finished_is_an_error() -> None:
@@ -81,16 +100,37 @@ def test_what_could_not_be_finished_is_an_error() -> None:
         behind.submit(full)
 
     with pytest.raises(OSError, match="full"):
-        side_by_side(2, [file])
+        side_by_side(2, [file], Reports(0))
 
 
-def test_reports_from_threads_add_up() -> None:
-    seen = list[tuple[int, int]]()
-    report = Reports(4000, lambda done, total: seen.append((done, total)))
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_progress_is_told_in_the_callers_thread(at_once: int) -> None:
+    seen = list[tuple[int, int, threading.Thread]]()
+    report = Reports(4000, lambda *at: seen.append((*at, threading.current_thread())))
     report.begin_at(0)
-    threads = [threading.Thread(target=lambda: [report(1) for _ in range(1000)]) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert seen == [(n + 1, 4000) for n in range(4000)]
+
+    def file(_: Behind) -> None:
+        for _ in range(500):
+            report(1)
+
+    for _ in range(2):
+        side_by_side(at_once, [file] * 4, report)
+    assert seen == [(n + 1, 4000, threading.current_thread()) for n in range(4000)]
+
+
+def test_an_error_of_who_is_told_ends_all() -> None:
+    def interrupted(done: int, _: int) -> None:
+        if done == 3:
+            raise KeyboardInterrupt
+
+    report, made = Reports(9, interrupted), list[int]()
+
+    def file(behind: Behind) -> None:
+        while True:
+            behind.go_on()
+            report(1)
+            made.append(1)
+
+    with pytest.raises(KeyboardInterrupt):
+        side_by_side(2, [file] * 3, report)
+    assert len(made) == 2
