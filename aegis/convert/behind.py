@@ -9,14 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from threading import Event
 from types import TracebackType
 
 Step = Callable[[], object]
-
-
-class Ended(Exception):
-    """A file was given up because making another one failed, or was interrupted."""
 
 
 class Behind:
@@ -27,11 +22,7 @@ class Behind:
     has that step taken again once the room is free.
     """
 
-    def __init__(self, ended: Event | None = None) -> None:
-        """ended: set where nothing more is to be made."""
-        self._ended = ended or Event()
-        self.failed = False
-        """Whether a file was made and could not be finished."""
+    def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1)
         self._steps: list[Step] = []
         self._under_way: Future[None] | None = None
@@ -57,15 +48,6 @@ class Behind:
                 with suppress(OSError):
                     step()
 
-    def go_on(self) -> None:
-        """Asked now and then while a file is made.
-
-        Raises:
-            Ended: it shall not.
-        """
-        if self._ended.is_set():
-            raise Ended
-
     def first(self, step: Step) -> None:
         """A step to be taken before the one that is submitted next."""
         self._steps.append(step)
@@ -83,7 +65,6 @@ class Behind:
             under_way.result()
 
     def _take(self, steps: list[Step], last: Step) -> None:
-        self.failed = True
         for step in steps:
             step()
         try:
@@ -91,4 +72,3 @@ class Behind:
         except OSError:
             self._without_room = last
             raise
-        self.failed = False

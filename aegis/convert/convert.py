@@ -27,7 +27,7 @@ from aegis.checkpoint.fileio import (
 )
 from aegis.checkpoint.hub_cache import Origin, revisions_at
 from aegis.checkpoint.layout import ExpertGeometry, StoreLayout
-from aegis.checkpoint.manifest import Manifest, encode
+from aegis.checkpoint.manifest import Checksums, Manifest, encode
 from aegis.checkpoint.overlapped import OverlappedWriter
 from aegis.checkpoint.source import Checkpoint
 from aegis.checkpoint.store import (
@@ -56,7 +56,6 @@ from aegis.convert.journal import Journal, keep_finished, unfinished_of
 from aegis.convert.layout import layout_of, resolve_checkpoint
 from aegis.convert.names import ExpertSource, Resolved
 from aegis.convert.records import RUN, Threads, is_large, threads_for, write_records
-from aegis.convert.side_by_side import AT_ONCE, Reports, side_by_side
 from aegis.convert.source_data import Streams, ahead_nbytes, packed
 from aegis.convert.targets import in_3bit
 from aegis.convert.three_bit import write_3bit
@@ -244,9 +243,9 @@ class _Job:
     ) -> None:
         self._checkpoint, self._resolved, self.plan = checkpoint, resolved, plan
         self._quantize, self._experts3bit = quantize, experts3bit
-        self._piece_nbytes = piece_nbytes
+        self._progress, self._piece_nbytes = progress, piece_nbytes
+        self._done = 0
         self.total_nbytes = plan.nbytes(experts3bit)
-        self._report = Reports(self.total_nbytes, progress)
         self._copied = {
             name: path
             for name in COPIED_FILES
@@ -259,6 +258,11 @@ class _Job:
         """Show that it has not begun."""
         self._report(0)
 
+    def _report(self, nbytes: int) -> None:
+        self._done += nbytes
+        if self._progress:
+            self._progress(self._done, self.total_nbytes)
+
     def write(self, folder: Path, identity: str, journal: Journal) -> None:
         """Write every file of the store that the journal lacks; store.json comes last.
 
@@ -266,16 +270,10 @@ class _Job:
             CheckpointError: the checkpoint was changed meanwhile.
         """
         files = self._copy_files(folder)
-        (folder / EXPERT_FOLDERS["4bit"]).mkdir(exist_ok=True)
-        resident, *layers, vision = side_by_side(
-            1 if self._turned else AT_ONCE,
-            [
-                partial(self._resident, folder / RESIDENT, journal),
-                *(partial(self._layer, folder, journal, at) for at in self.plan.moe_layers),
-                partial(self._vision, folder / VISION, journal),
-            ],
-            self._report,
-        )
+        with Behind() as behind:
+            resident = self._resident(folder / RESIDENT, journal, behind)
+            experts = self._experts(folder, journal, behind)
+            vision = self._vision(folder / VISION, journal, behind)
         path = self._checkpoint.path
         source: dict[str, Any] = {"name": model_name(path), "identity": identity}
         if (origin := Origin.of(path)) is not None:
@@ -289,12 +287,7 @@ class _Job:
                 f"{self._checkpoint.path} was changed while it was converted; convert it again"
             )
         manifest = Manifest(
-            self.plan,
-            dict(zip(self.plan.resident, resident, strict=True)),
-            tuple(layers),
-            files=files,
-            vision_crc32=vision[0],
-            source=source,
+            self.plan, resident, experts, files=files, vision_crc32=vision, source=source
         )
         write_file(folder / MANIFEST, encode(manifest))
         if self._experts3bit:
@@ -305,17 +298,11 @@ class _Job:
             (folder / name).unlink(missing_ok=True)
         return {name: copy_file(path, folder / name) for name, path in self._copied.items()}
 
-    @property
-    def _turned(self) -> bool:
-        """Whether a whole matrix has to be in memory, to turn it."""
-        layers = self._resolved.experts.values()
-        weights = (source.of(0)[0] for layer in layers for source in layer.values())
-        return any(weight.transposed for weight in weights)
-
-    def _resident(self, path: Path, journal: Journal, behind: Behind) -> tuple[int, ...]:
-        nbytes, count = self.plan.resident_file_nbytes, len(self.plan.resident)
+    def _resident(self, path: Path, journal: Journal, behind: Behind) -> dict[str, int]:
+        names, nbytes = self.plan.resident, self.plan.resident_file_nbytes
         make = partial(self._write_resident, path, behind)
-        return journal.fill(path, nbytes, count, make, behind, self._report)
+        made = journal.fill(path, nbytes, len(names), make, behind, self._report)
+        return dict(zip(names, made, strict=True))
 
     def _write_resident(self, path: Path, behind: Behind) -> list[int]:
         checksums = []
@@ -328,7 +315,6 @@ class _Job:
                 for piece in packed(
                     streams, "r", weight, rows, tensor.format, self.plan.layout, RESIDENT_ALIGN
                 ):
-                    behind.go_on()
                     crc = zlib.crc32(piece.data, crc)
                     writer.write(piece)
                 checksums.append(crc)
@@ -337,39 +323,45 @@ class _Job:
             behind.first(file.pop_all().close)
         return checksums
 
-    def _layer(self, folder: Path, journal: Journal, layer: int, behind: Behind) -> tuple[int, ...]:
-        path, geometry, count = expert_file(folder, layer), self.plan.experts, self.plan.num_experts
-        make = partial(self._write_layer, path, geometry, self._resolved.experts[layer], behind)
-        return journal.fill(path, geometry.stride * count, count, make, behind, self._report)
+    def _experts(self, folder: Path, journal: Journal, behind: Behind) -> Checksums:
+        (folder / EXPERT_FOLDERS["4bit"]).mkdir(exist_ok=True)
+        layers, count = [], self.plan.num_experts
+        nbytes = self.plan.experts.stride * count
+        for layer in self.plan.moe_layers:
+            path = expert_file(folder, layer)
+            sources = self._resolved.experts[layer]
+            make = partial(self._write_layer, path, self.plan.experts, sources, behind)
+            layers.append(journal.fill(path, nbytes, count, make, behind, self._report))
+        return tuple(layers)
 
-    def _vision(self, path: Path, journal: Journal, behind: Behind) -> tuple[int, ...]:
+    def _vision(self, path: Path, journal: Journal, behind: Behind) -> int:
         nbytes = self.plan.vision_nbytes
         if not nbytes:
-            return (0,)
-
-        def report(nbytes: int) -> None:
-            behind.go_on()
-            self._report(nbytes)
+            return 0
 
         def make() -> list[int]:
             with Streams(self._piece_nbytes) as streams:
-                return [write_vision(path, self._resolved.vision, streams, report)]
+                return [write_vision(path, self._resolved.vision, streams, self._report)]
 
-        return journal.fill(path, nbytes, 1, make, behind, self._report)
+        return journal.fill(path, nbytes, 1, make, behind, self._report)[0]
 
     def write_3bit(self, store: Store, alone: bool = True) -> None:
         """Add 3-bit experts, from a plain checkpoint's own numbers rather than from 4-bit codes."""
-        self._report.begin_at(self.total_nbytes - self.plan.experts_nbytes("3bit"))
-        if self._quantize is None:
-            write_3bit(store, self._report, alone=alone)
-            return
         geometry = self.plan.geometry("3bit")
+        self._done = start = self.total_nbytes - self.plan.experts_nbytes("3bit")
+
+        def progress(done: int, _: int) -> None:
+            self._report(start + done - self._done)
+
+        if self._quantize is None:
+            write_3bit(store, progress, alone=alone)
+            return
 
         def write_layer(path: Path, layer: int, behind: Behind) -> tuple[int, ...]:
             sources = in_3bit(self._resolved.experts[layer])
             return self._write_layer(path, geometry, sources, behind)
 
-        write_3bit(store, self._report, write_layer, alone)
+        write_3bit(store, progress, write_layer, alone)
 
     def _write_layer(
         self,
@@ -380,10 +372,11 @@ class _Job:
     ) -> tuple[int, ...]:
         """The file of a layer's records; their checksums."""
         count = self.plan.num_experts
+        turned = any(weight.transposed for source in sources.values() for weight in source.weights)
         reading = [ahead_nbytes(source.of(0)[0], source.rows, RUN) for source in sources.values()]
         threads = threads_for(count, geometry.stride + sum(reading))
-        if self._turned:
-            threads = Threads(1, RUN)
+        if turned:
+            threads = Threads(1, RUN)  # A whole matrix is in memory to turn it.
         opened = partial(Streams, max(ALIGN, self._piece_nbytes // 2), threads.run)
         pieces = partial(self._pieces, geometry, sources)
         return write_records(

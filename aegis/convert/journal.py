@@ -14,7 +14,6 @@ import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from threading import Lock
 
 from aegis.checkpoint.fileio import sync_folder, write_file
 from aegis.checkpoint.plainfile import (
@@ -36,7 +35,6 @@ class Journal:
         self, folder: Path, key: str, files: dict[str, tuple[int, ...]] | None = None
     ) -> None:
         self.folder, self.key, self._files = folder, key, files or {}
-        self._lock = Lock()
 
     @property
     def nbytes(self) -> int:
@@ -74,12 +72,11 @@ class Journal:
     def _note(self, path: Path, checksums: tuple[int, ...]) -> None:
         """A file is finished and on the disk."""
         sync_folder(path.parent)
-        with self._lock:
-            self._files[self._name(path)] = checksums
-            data = sealed({"key": self.key, "files": self._files})
-            # What it names is on the disk. That it is there itself is not worth what making a disk
-            # write at once costs, after each file: without it all is made anew.
-            write_file(self.folder / JOURNAL, data, durable=False)
+        self._files[self._name(path)] = checksums
+        data = sealed({"key": self.key, "files": self._files})
+        # What it names is on the disk. That it is there itself is not worth what making a disk
+        # write at once costs, after each file: without it all is made anew.
+        write_file(self.folder / JOURNAL, data, durable=False)
 
     def _name(self, path: Path) -> str:
         return path.relative_to(self.folder).as_posix()

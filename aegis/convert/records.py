@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from aegis.checkpoint.checksum import crc32
 from aegis.checkpoint.fileio import PIECE_NBYTES, PlacedWriter, UncachedWriter, aligned_buffer
 from aegis.checkpoint.overlapped import OverlappedWriter
-from aegis.convert.behind import Behind, Ended
+from aegis.convert.behind import Behind
 
 U8 = NDArray[np.uint8]
 Reader = TypeVar("Reader")
@@ -26,11 +26,11 @@ Made = TypeVar("Made")
 Pieces = Callable[[Reader, int], Iterator[tuple[int, U8]]]
 """What a record consists of, read through a reader: pieces, and where in the record each lies."""
 
-_MOST_THREADS = 4
-"""For each of two files: a disk that is read and written at once gives the more, the more is under
-way; what it still gains beyond eight is not worth the memory."""
-_TOGETHER_NBYTES = 96 << 20
-RUN = 32
+_MOST_THREADS = 8
+"""A disk that is read and written at once gives the more, the more is under way; what it still
+gains beyond eight is not worth the memory."""
+_TOGETHER_NBYTES = 192 << 20
+RUN = 16
 """Neighbouring experts that one thread makes one after the other, at most: what is little of each,
 its scales, is then read for several at once."""
 _LARGE_NBYTES = 24 << 20
@@ -53,7 +53,8 @@ class Threads(NamedTuple):
 def threads_for(count: int, nbytes: int) -> Threads:
     """For so many records, each of which takes so much memory while it is made, its reader's
     included."""
-    number = max(1, min(_MOST_THREADS, _TOGETHER_NBYTES // nbytes))
+    # One alone would leave the disk idle while it packs.
+    number = max(2, min(_MOST_THREADS, _TOGETHER_NBYTES // nbytes))
     return Threads(number, max(1, min(RUN, count // number)))
 
 
@@ -83,7 +84,6 @@ def write_records(
             stream = file.enter_context(OverlappedWriter(path, piece_nbytes))
             with opened() as reader:
                 for record in range(count):
-                    behind.go_on()
                     checksums.append(_write_pieces(stream, stride, pieces(reader, record)))
                     report(stride)
             behind.first(file.pop_all().close)
@@ -96,9 +96,8 @@ def write_records(
             reader, data = place
             made = []
             for record in run:
-                behind.go_on()
                 if given_up.is_set():
-                    raise Ended
+                    break
                 for offset, piece in pieces(reader, record):
                     data[offset : offset + piece.size] = piece
                 writer.write(record * stride, data)

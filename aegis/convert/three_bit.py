@@ -33,8 +33,7 @@ from aegis.convert.build import (
     telling_what_is_kept,
 )
 from aegis.convert.journal import Journal, begin_again, keep_finished, unfinished_of
-from aegis.convert.records import is_large, threads_for, write_records
-from aegis.convert.side_by_side import AT_ONCE, Reports, side_by_side
+from aegis.convert.records import threads_for, write_records
 from aegis.errors import StoreError
 from aegis.kernels.base import Weight
 from aegis.kernels.formats import pack, requantize_3bit, unpack
@@ -58,24 +57,22 @@ def add_3bit(path: str | Path, progress: Callable[[int, int], None] | None = Non
     ):
         store = Store.open(folder)
         if not store.has_3bit:
-            write_3bit(store, Reports(store.layout.experts_nbytes("3bit"), progress), alone=alone)
+            write_3bit(store, progress, alone=alone)
     return Store.open(folder)
 
 
 def write_3bit(
     store: Store,
-    report: Reports | None = None,
+    progress: Callable[[int, int], None] | None = None,
     write_layer: Callable[[Path, int, Behind], tuple[int, ...]] | None = None,
     alone: bool = True,
-    at_once: int = AT_ONCE,
 ) -> None:
     """Write the 3-bit files of a store that lacks them; the caller holds the store's lock, or is
-    not known to be ``alone``. ``report`` is told of bytes that are there.
+    not known to be ``alone``.
 
     store.json is replaced last, so an interrupted run leaves the store as it was, and what it has
     finished to the next one. ``write_layer`` writes a layer's file and returns its checksums,
-    where there is something better to derive it from than the 4-bit one; it is asked for
-    ``at_once`` layers at a time.
+    where there is something better to derive it from than the 4-bit one.
     """
     layout = store.layout
     if layout.experts_3bit is None:
@@ -93,21 +90,26 @@ def write_3bit(
         remove_leftovers(store.path, target, kept)
     total, layers = layout.experts_nbytes("3bit"), len(layout.moe_layers)
     check_space(store.path, total - (unfinished.nbytes if unfinished else 0))
-    report = report or Reports(total)
-    write = write_layer or partial(_convert_layer, store, report)
-    with partial_folder(target, True, kept, keep_finished, journal_stays=True) as folder:
-        journal = unfinished or Journal(folder, key)
+    checksums: list[tuple[int, ...]] = []
+    done = 0
 
-        def fill(layer: int, behind: Behind) -> tuple[int, ...]:
+    def report(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress:
+            progress(done, total)
+
+    write = write_layer or partial(_convert_layer, store, report)
+    with (
+        partial_folder(target, True, kept, keep_finished, journal_stays=True) as folder,
+        Behind() as behind,
+    ):
+        journal = unfinished or Journal(folder, key)
+        for layer in layout.moe_layers:
             path = folder / expert_file(store.path, layer, "3bit").name
             make = partial(write, path, layer, behind)
-            return journal.fill(path, total // layers, layout.num_experts, make, behind, report)
-
-        if write_layer is None and is_large(layout.geometry("4bit").stride):
-            at_once = 1  # These records are in memory whole.
-        checksums = side_by_side(
-            at_once, [partial(fill, layer) for layer in layout.moe_layers], report
-        )
+            checksums.append(journal.fill(path, total // layers, layout.num_experts, make, behind))
+            report(total * len(checksums) // layers - done)
     write_file(store.path / MANIFEST, encode(store.manifest.with_3bit(tuple(checksums))))
     (target / JOURNAL).unlink(missing_ok=True)
 

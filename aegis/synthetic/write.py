@@ -102,9 +102,9 @@ class _Job:
         self._done = self._total_nbytes - self.plan.experts_nbytes("3bit")
         write_3bit(
             store,
-            write_layer=lambda path, layer, _: self._write_layer({"3bit": path}, layer)["3bit"],
-            alone=alone,
-            at_once=1,
+            None,
+            lambda path, layer, _: self._write_layer({"3bit": path}, layer)["3bit"],
+            alone,
         )
 
     def _write_resident(self, folder: Path) -> dict[str, int]:
