@@ -93,9 +93,9 @@ class Streams:
     def read(self, stream: str, path: Path, offset: int, nbytes: int, left: int = 0) -> U8:
         """Bytes of a file, behind which ``left`` more may be wanted. Each stream keeps its place,
         so that small ranges share reads."""
-        data = np.empty(nbytes, dtype=np.uint8)
+        reader, data = self._reader(stream, path, left), np.empty(nbytes, dtype=np.uint8)
         try:
-            self._reader(stream, path, left).read_into(offset, data, self._ahead(nbytes, left))
+            reader.read_into(offset, data, self._ahead(nbytes, left))
         except (OSError, EOFError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         return data
@@ -103,8 +103,8 @@ class Streams:
     def borrow(self, stream: str, path: Path, offset: int, nbytes: int, left: int = 0) -> U8:
         """The same, but the stream's next bytes may come to lie where these are: new memory takes
         longer than what is done with it."""
+        reader = self._reader(stream, path, left)
         try:
-            reader = self._reader(stream, path, left)
             data = reader.view(offset, nbytes, self._ahead(nbytes, left))
         except (OSError, EOFError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
@@ -123,11 +123,7 @@ class Streams:
             if known is not None:
                 known[1].close()
             window = max(self.piece_nbytes, _MOST_AHEAD_NBYTES if left else 0)
-            try:
-                reader = UncachedReader(path, window)
-            except OSError as error:
-                raise CheckpointError(f"{path} cannot be read: {error}") from error
-            self._readers[stream] = known = (path, reader)
+            self._readers[stream] = known = (path, UncachedReader(path, window))
         return known[1]
 
     def _ahead(self, nbytes: int, left: int) -> int:
